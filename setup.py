@@ -35,16 +35,36 @@ CSRC = Path("csrc")
 MACHINE = sysconfig.get_platform().lower().replace("amd64", "x86_64").replace("arm64", "aarch64")
 # PTX of compute_90 is for GPUs without machine code here, such as sm_100 and sm_110. Older PTX would have no clusters, which their
 # plans use.
-ARCHS = [a for a in os.environ.get("ANNIE_QUANT_ARCHS", "80,89,90a,120a,121a,90-virtual").split(",") if a]
+ARCHS = [
+    a for a in os.environ.get("ANNIE_QUANT_ARCHS", "80,89,90a,120a,121a,90-virtual").split(",") if a
+]
 WERROR = os.environ.get("ANNIE_QUANT_WERROR") == "1"
 WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
-C_FLAGS = ["-std=c11", "-O3", *WARNINGS, "-ffp-contract=off", "-fvisibility=hidden", "-fno-math-errno"]
-NVCC = shutil.which("nvcc", path=os.environ["CUDA_HOME"] + "/bin" if "CUDA_HOME" in os.environ else None)
+C_FLAGS = [
+    "-std=c11",
+    "-O3",
+    *WARNINGS,
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+]
+NVCC = shutil.which(
+    "nvcc", path=os.environ["CUDA_HOME"] + "/bin" if "CUDA_HOME" in os.environ else None
+)
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *WARNINGS])
 # -gencode: machine code, or for "N-virtual" PTX, which later GPUs compile when they load it.
 CODES = [(a.removesuffix("-virtual"), "compute" if a.endswith("-virtual") else "sm") for a in ARCHS]
 TARGETS = [f"-gencode=arch=compute_{number},code={kind}_{number}" for number, kind in CODES]
-NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", HOST_FLAGS, "--threads", "2", f"-I{CSRC}", *TARGETS]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-Xcompiler",
+    HOST_FLAGS,
+    "--threads",
+    "2",
+    f"-I{CSRC}",
+    *TARGETS,
+]
 FIRST_LINE = re.compile(r"/\* flags for (\w+):(.*)\*/")
 
 
@@ -56,7 +76,9 @@ def own_flags(source: str | Path) -> list[str] | None:
     return line[2].split() if line else []
 
 
-def extension(folder: str, cflags: Sequence[str] = (), link_flags: Sequence[str] = (), **more) -> Extension:
+def extension(
+    folder: str, cflags: Sequence[str] = (), link_flags: Sequence[str] = (), **more
+) -> Extension:
     """Return the module _FOLDER of all .c and .cu files in csrc/FOLDER."""
     files = [f for part in ("common", folder) for f in sorted((CSRC / part).iterdir())]
     return Extension(
@@ -71,8 +93,13 @@ def extension(folder: str, cflags: Sequence[str] = (), link_flags: Sequence[str]
 
 
 def stream() -> Extension | None:
-    query = next((c for c in (["pkg-config", "libcurl"], ["curl-config"]) if shutil.which(c[0])), ["false"])
-    answers = [subprocess.run([*query, what], capture_output=True, text=True) for what in ("--cflags", "--libs")]
+    query = next(
+        (c for c in (["pkg-config", "libcurl"], ["curl-config"]) if shutil.which(c[0])), ["false"]
+    )
+    answers = [
+        subprocess.run([*query, what], capture_output=True, text=True)
+        for what in ("--cflags", "--libs")
+    ]
     if any(answer.returncode for answer in answers):
         print(
             "annie-quant: _stream is skipped: libcurl's headers are missing."
@@ -91,13 +118,17 @@ def gemm() -> Extension | None:
         )
         return None
     # The toolkit's folder as nvcc reports it: the nvcc on the PATH may be a wrapper script in another folder.
-    dry_run = subprocess.run([NVCC, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    dry_run = subprocess.run(
+        [NVCC, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True
+    ).stderr
     top = re.search(r"TOP=(.*)", dry_run)
     home = Path(top[1].strip() if top else Path(NVCC).resolve().parent.parent)
     return extension(
         "gemm",
         define_macros=[("ANNIE_QUANT_ARCHS", f'"{",".join(ARCHS)}"')],
-        library_dirs=[str(home / d) for d in ("lib64", "lib") if (home / d / "libcudart_static.a").exists()],
+        library_dirs=[
+            str(home / d) for d in ("lib64", "lib") if (home / d / "libcudart_static.a").exists()
+        ],
         libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
         # The rest is installed even if this nvcc does not support one of the targets.
         optional=not WERROR,
@@ -138,7 +169,13 @@ class Build(build_ext):
         # As old as the settings of this build folder, so that other settings build a module again.
         settings = Path(self.build_temp, f"{ext.name}.settings")
         chosen = repr(
-            (MACHINE, os.environ.get("CFLAGS"), ext.define_macros, ext.extra_compile_args, ext.extra_link_args)
+            (
+                MACHINE,
+                os.environ.get("CFLAGS"),
+                ext.define_macros,
+                ext.extra_compile_args,
+                ext.extra_link_args,
+            )
         )
         if not settings.exists() or settings.read_text() != chosen:
             settings.parent.mkdir(parents=True, exist_ok=True)
@@ -153,18 +190,30 @@ class Build(build_ext):
         for source in (s for s in ext.sources if s.endswith(".cu")):
             obj = Path(self.build_temp, "-".join(["cuda", *ARCHS]), f"{source}.o")
             objects.append(str(obj))
-            if self.force or not obj.exists() or obj.stat().st_mtime < max(newest_header, Path(source).stat().st_mtime):
+            if (
+                self.force
+                or not obj.exists()
+                or obj.stat().st_mtime < max(newest_header, Path(source).stat().st_mtime)
+            ):
                 obj.parent.mkdir(parents=True, exist_ok=True)
                 commands.append([NVCC, *NVCC_FLAGS, "-c", source, "-o", str(obj)])
-        with ThreadPoolExecutor(os.cpu_count() if self.parallel is True else int(self.parallel)) as pool:
+        with ThreadPoolExecutor(
+            os.cpu_count() if self.parallel is True else int(self.parallel)
+        ) as pool:
             list(pool.map(self.spawn, commands))
         return objects
 
 
 # Checked before setuptools copies files, so that the message is not lost in its output.
-missing = missing_prerequisite() if {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv) else None
+missing = (
+    missing_prerequisite()
+    if {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv)
+    else None
+)
 if missing:
-    sys.exit(f"annie-quant: {missing}. Or install a wheel: pip install --only-binary annie-quant annie-quant")
+    sys.exit(
+        f"annie-quant: {missing}. Or install a wheel: pip install --only-binary annie-quant annie-quant"
+    )
 only = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
 nvfp4 = extension("nvfp4", ["-fopenmp"], ["-fopenmp"], libraries=["m"])
 modules = [e for e in (nvfp4, stream(), gemm()) if e is not None]

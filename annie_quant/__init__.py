@@ -25,7 +25,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from annie_quant import bench, checkpoint, data, gemm, judge, kquant, nvfp4, quantize, report, runtime, stream
+    from annie_quant import (
+        bench,
+        checkpoint,
+        data,
+        gemm,
+        judge,
+        kquant,
+        nvfp4,
+        quantize,
+        report,
+        runtime,
+        stream,
+    )
     from annie_quant.core import errors
     from annie_quant.ops import serving as serve
 
@@ -47,7 +59,10 @@ __all__ = [
 ]
 
 
-_MODULES = {"errors": "core.errors", "serve": "ops.serving"}  # where they are not named as the attribute
+_MODULES = {
+    "errors": "core.errors",
+    "serve": "ops.serving",
+}  # where they are not named as the attribute
 
 
 def __getattr__(name: str) -> Any:

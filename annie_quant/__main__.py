@@ -17,7 +17,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ImportError, MemoryError, SystemError) as error:
-        sys.stderr.write(f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or reinstall it\n")
+        sys.stderr.write(
+            f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or reinstall it\n"
+        )
         sys.exit(3)
     cli.main()
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from annie_quant import _nvfp4
-from annie_quant.core.codec_arrays import as_bytes, finite_amax, float_array, importance_weights, output_array
+from annie_quant.core.codec_arrays import (
+    as_bytes,
+    finite_amax,
+    float_array,
+    importance_weights,
+    output_array,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -60,7 +66,14 @@ def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.n
         )
     finite_amax(x, kind)
     out = np.empty((*x.shape[:-1], x.shape[-1] // block.elements * block.size_bytes), np.uint8)
-    _nvfp4.kquantize(as_bytes(x), kind, type, x.shape[-1], importance_weights(importance, x.shape[-1]), as_bytes(out))
+    _nvfp4.kquantize(
+        as_bytes(x),
+        kind,
+        type,
+        x.shape[-1],
+        importance_weights(importance, x.shape[-1]),
+        as_bytes(out),
+    )
     return out
 
 
@@ -74,7 +87,9 @@ def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np
     if rows.dtype != np.uint8:
         raise ValueError(f"raw: dtype {rows.dtype}, expected uint8")
     if rows.ndim == 0 or rows.shape[-1] % block.size_bytes:
-        raise ValueError(f"raw: shape {rows.shape}, expected rows of a multiple of {block.size_bytes} bytes for {type}")
+        raise ValueError(
+            f"raw: shape {rows.shape}, expected rows of a multiple of {block.size_bytes} bytes for {type}"
+        )
     shape = (*rows.shape[:-1], rows.shape[-1] // block.size_bytes * block.elements)
     out = output_array(out, shape, np.float32)
     if rows.ctypes.data % _BLOCK_ALIGNMENT:
@@ -83,7 +98,9 @@ def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np
     return out
 
 
-def q4_k_m_type(name: str, layer: int | None, n_layers: int, shape: tuple[int, ...], tied: bool = False) -> str:
+def q4_k_m_type(
+    name: str, layer: int | None, n_layers: int, shape: tuple[int, ...], tied: bool = False
+) -> str:
     """Return the type that llama-quantize's Q4_K_M gives to the tensor with this GGUF name.
 
     layer     N of `blk.N.`, None outside the layers
@@ -94,7 +111,12 @@ def q4_k_m_type(name: str, layer: int | None, n_layers: int, shape: tuple[int, .
     Valid for dense models with one attn_v or attn_qkv per layer, as all of Qwen3.5: llama.cpp counts those tensors.
     """
     columns = shape[-1]
-    if len(shape) < 2 or not name.endswith("weight") or "_norm.weight" in name or "ssm_conv1d" in name:
+    if (
+        len(shape) < 2
+        or not name.endswith("weight")
+        or "_norm.weight" in name
+        or "ssm_conv1d" in name
+    ):
         return "F32"
     if "ffn_gate_inp.weight" in name or "ffn_gate_inp_shexp.weight" in name:
         return "F32"

@@ -67,13 +67,19 @@ Scale = Literal["amax", "four_over_six", "sweep"]
 Encoding = Literal["modelopt", "modelopt-cuda", "modelopt-static", "compressed-tensors"]
 
 # Values of all codes, indexed by the code.
-E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)
 E4M3_MAGNITUDE = 0x7F  # mask of a byte without its sign
 E4M3_NAN = 0x7F  # larger bytes are negative
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 E2M1_MAX = 6
-_LARGEST_BLOCK_SCALE = {"amax": 448.0, "four_over_six": 256.0, "sweep": 448.0}  # 1.5 * 256 is still an E4M3 value
+_LARGEST_BLOCK_SCALE = {
+    "amax": 448.0,
+    "four_over_six": 256.0,
+    "sweep": 448.0,
+}  # 1.5 * 256 is still an E4M3 value
 _SCALES = ("amax", "four_over_six", "sweep")
 _ENCODINGS = {"modelopt": 0, "modelopt-cuda": 0, "modelopt-static": 1, "compressed-tensors": 2}
 _GROUPS = (16, 32, 64)
@@ -145,7 +151,9 @@ def pack(
     _check_choice(scale, encoding)
     shape = _block_shapes(x.shape, group, "w")
     if encoding == "compressed-tensors" and tensor_scale is not None:
-        raise ValueError("compressed-tensors stores the tensor's scale as a divisor: pass divisor, not tensor_scale")
+        raise ValueError(
+            "compressed-tensors stores the tensor's scale as a divisor: pass divisor, not tensor_scale"
+        )
     if encoding != "compressed-tensors" and divisor is not None:
         raise ValueError(f"divisor is for the encoding compressed-tensors, got {encoding}")
     largest = _LARGEST_BLOCK_SCALE[scale]
@@ -161,9 +169,18 @@ def pack(
             tensor_scale = float(_scale_of(tensor_amax, encoding, scale))
         factor = multiplier = _positive(tensor_scale, "tensor_scale")
     if encoding == "modelopt-static":
-        tensor_amax = float(_positive(tensor_amax or factor * np.float32(E2M1_MAX * largest), "tensor_amax"))
+        tensor_amax = float(
+            _positive(tensor_amax or factor * np.float32(E2M1_MAX * largest), "tensor_amax")
+        )
     if out is None:
-        out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), multiplier, x.shape, group, stored_divisor)
+        out = Tensor(
+            np.empty(shape[0], np.uint8),
+            np.empty(shape[1], E4M3),
+            multiplier,
+            x.shape,
+            group,
+            stored_divisor,
+        )
     else:
         _check_out(out, shape, group)
         out.tensor_scale, out.divisor, out.shape = multiplier, stored_divisor, x.shape
@@ -185,7 +202,9 @@ def pack(
     return out
 
 
-def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = None, nan: str = "raise") -> np.ndarray:
+def unpack(
+    t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = None, nan: str = "raise"
+) -> np.ndarray:
     """Return the weights [..., K] in bfloat16, float16 or float32.
 
     Each is the code times the block scale times the tensor scale (compressed-tensors: divided by its divisor). The scales'
@@ -195,7 +214,11 @@ def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = No
          exporters wrote such blocks);
          "keep": decode it to NaN
     """
-    by_name = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+    by_name = {
+        "bfloat16": BFLOAT16,
+        "float16": np.dtype(np.float16),
+        "float32": np.dtype(np.float32),
+    }
     out_dtype = by_name.get(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     if out_dtype not in FLOAT_KINDS:
         raise ValueError(f"dtype {dtype}, expected bfloat16, float16 or float32")
@@ -205,7 +228,13 @@ def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = No
     if nan == "raise" and np.isnan(factor):
         raise ValueError("tensor_scale is NaN, expected a positive finite number")
     has_nan = _nvfp4.unpack(
-        as_bytes(codes), as_bytes(scales), FLOAT_KINDS[out_dtype], t.group, divides, factor, as_bytes(out)
+        as_bytes(codes),
+        as_bytes(scales),
+        FLOAT_KINDS[out_dtype],
+        t.group,
+        divides,
+        factor,
+        as_bytes(out),
     )
     if has_nan and nan == "raise":
         raise ValueError(_nan_scales_message(scales))
@@ -300,12 +329,18 @@ def gptq(
     shape = _block_shapes(w.shape, group, "w")
     columns = w.shape[-1]
     if w.ndim != 2 or w.dtype != np.float32 or not w.flags.carray:
-        raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous, aligned and writeable")
+        raise ValueError(
+            f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous, aligned and writeable"
+        )
     factor = np.require(factor, np.float32, ("C", "A"))
     if factor.shape != (columns, columns):
         raise ValueError(f"factor: shape {factor.shape}, expected ({columns}, {columns})")
     out = Tensor(
-        np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), _positive(tensor_scale, "tensor_scale"), w.shape, group
+        np.empty(shape[0], np.uint8),
+        np.empty(shape[1], E4M3),
+        _positive(tensor_scale, "tensor_scale"),
+        w.shape,
+        group,
     )
     finite = _nvfp4.gptq(
         w.reshape(-1),
@@ -333,10 +368,22 @@ def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
     a, kind = float_array(x, "x")
     codes, scales, shape = _parts(t)
     if len(shape) != 2 or a.ndim == 0 or a.shape[-1] != shape[1]:
-        raise ValueError(f"x: shape {a.shape}, expected [..., {shape[-1]}] for a weight of shape {shape}")
+        raise ValueError(
+            f"x: shape {a.shape}, expected [..., {shape[-1]}] for a weight of shape {shape}"
+        )
     out = output_array(out, (*a.shape[:-1], shape[0]), a.dtype)
     factor, divides = _factor(t)
-    _nvfp4.gemv(as_bytes(a), kind, shape[1], as_bytes(codes), as_bytes(scales), t.group, divides, factor, as_bytes(out))
+    _nvfp4.gemv(
+        as_bytes(a),
+        kind,
+        shape[1],
+        as_bytes(codes),
+        as_bytes(scales),
+        t.group,
+        divides,
+        factor,
+        as_bytes(out),
+    )
     return out
 
 
@@ -344,7 +391,9 @@ def to_ggml(t: Tensor) -> np.ndarray:
     """Return rows of ggml's NVFP4 blocks (type 40), uint8 [..., K/64 * 36]. GGUF stores tensor_scale as a tensor `.scale`."""
     codes, scales, shape = _parts(t)
     if t.group != 16 or shape[-1] % 64:
-        raise ValueError(f"shape {shape}, group {t.group}: ggml's NVFP4 needs rows of a multiple of 64 and group 16")
+        raise ValueError(
+            f"shape {shape}, group {t.group}: ggml's NVFP4 needs rows of a multiple of 64 and group 16"
+        )
     out = np.empty((*shape[:-1], shape[-1] // 64 * 36), np.uint8)
     _nvfp4.to_ggml(as_bytes(codes), as_bytes(scales), as_bytes(out))
     return out
@@ -396,18 +445,24 @@ def error(w: object, t: Tensor) -> dict[str, float]:
     step = scales * t.tensor_scale if t.divisor is None else scales / t.divisor
     beyond = np.abs(source).reshape(*step.shape, t.group) > E2M1_MAX * step[..., None]
     return {
-        "rel_l2": float(np.linalg.norm(difference.reshape(-1).astype(np.float64))) / norm if norm else 0.0,
+        "rel_l2": float(np.linalg.norm(difference.reshape(-1).astype(np.float64))) / norm
+        if norm
+        else 0.0,
         "max_abs": float(np.abs(difference).max(initial=0.0)),
         "clipped": float(beyond.mean()) if beyond.size else 0.0,
     }
 
 
-def _block_shapes(shape: tuple[int, ...], group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _block_shapes(
+    shape: tuple[int, ...], group: int, name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the codes and of the block scales of an array."""
     if group not in _GROUPS:
         raise ValueError(f"group {group}, expected one of {', '.join(map(str, _GROUPS))}")
     if not shape or shape[-1] % group:
-        raise ValueError(f"{name}: shape {shape}, expected a last dimension that is a multiple of {group}")
+        raise ValueError(
+            f"{name}: shape {shape}, expected a last dimension that is a multiple of {group}"
+        )
     return (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // group)
 
 
@@ -449,7 +504,10 @@ def _check_choice(scale: str, encoding: str) -> None:
 
 
 def _check_out(out: Tensor, shape: tuple[tuple[int, ...], tuple[int, ...]], group: int) -> None:
-    for name, array, expected in (("codes", out.codes, shape[0]), ("block_scale", out.block_scale, shape[1])):
+    for name, array, expected in (
+        ("codes", out.codes, shape[0]),
+        ("block_scale", out.block_scale, shape[1]),
+    ):
         if array.shape != expected or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
             raise ValueError(
                 f"out.{name}: {array.dtype} {array.shape}, expected {expected}, one byte per element, contiguous"

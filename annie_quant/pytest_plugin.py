@@ -34,7 +34,11 @@ class AssertedRun:
     """
 
     def __init__(
-        self, folder: Path, candidate: str | None = None, reference: str | None = None, incumbent: str | None = None
+        self,
+        folder: Path,
+        candidate: str | None = None,
+        reference: str | None = None,
+        incumbent: str | None = None,
     ) -> None:
         from annie_quant import documents
 
@@ -51,7 +55,9 @@ class AssertedRun:
     def gate(self, name: str, backend: str | None = None) -> JsonObject:
         """Return a gate's passes, n, low, high, verdict, ... `backend` may be omitted where the run has one."""
         gates = self._side(backend).gates
-        assert name in gates, f"{self.folder}: gate {name!r} was not judged; it has {', '.join(gates)}"
+        assert name in gates, (
+            f"{self.folder}: gate {name!r} was not judged; it has {', '.join(gates)}"
+        )
         return msgspec.structs.asdict(gates[name])
 
     def assert_gates(self, backend: str | None = None, *names: str) -> None:
@@ -68,9 +74,15 @@ class AssertedRun:
         self._side(backend)
         if not names:
             chosen = decision.decision(self.aggregates, backend)
-            gates = [] if chosen is None else [gate for gates in chosen.gates.values() for gate in gates]
+            gates = (
+                []
+                if chosen is None
+                else [gate for gates in chosen.gates.values() for gate in gates]
+            )
             assert chosen is not None and gates, f"{self.folder}: no gate was judged"
-            open_or_lost = [f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.outcome != "pass"]
+            open_or_lost = [
+                f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.outcome != "pass"
+            ]
             open_or_lost += [f.message for f in chosen.confounds if f.severity == "confound"]
             assert not open_or_lost, "; ".join(open_or_lost)
             return
@@ -85,7 +97,9 @@ class AssertedRun:
         """Return a metric's p50, p90, p99, mean, low, high, n: run.metric("greeting", "ttft_content_ms")["p90"]."""
         workloads = self._side(backend).workloads
         summary = getattr(workloads.get(workload), name, None)
-        assert isinstance(summary, msgspec.Struct), f"{self.folder}: workload {workload} has no metric {name}"
+        assert isinstance(summary, msgspec.Struct), (
+            f"{self.folder}: workload {workload} has no metric {name}"
+        )
         return msgspec.structs.asdict(summary)
 
     def assert_no_loss(self, baseline: AssertedRun, least_loss: float = 0.02) -> None:
@@ -100,22 +114,36 @@ class AssertedRun:
 
     def _side(self, backend: str | None) -> ServedSide:
         if backend is None:
-            assert len(self.served) == 1, f"{self.folder} has several backends, name one of {', '.join(self.served)}"
+            assert len(self.served) == 1, (
+                f"{self.folder} has several backends, name one of {', '.join(self.served)}"
+            )
             return next(iter(self.served.values()))
-        assert backend in self.served, f"{self.folder} has no backend {backend!r}, it has {', '.join(self.served)}"
+        assert backend in self.served, (
+            f"{self.folder} has no backend {backend!r}, it has {', '.join(self.served)}"
+        )
         return self.served[backend]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("annie_quant")
-    group.addoption("--annie-run", metavar="DIR", help="run directory of annie-quant bench whose gates are asserted")
-    group.addoption("--annie-baseline", metavar="DIR", help="stored run directory that the run is compared with")
+    group.addoption(
+        "--annie-run",
+        metavar="DIR",
+        help="run directory of annie-quant bench whose gates are asserted",
+    )
+    group.addoption(
+        "--annie-baseline", metavar="DIR", help="stored run directory that the run is compared with"
+    )
     for role in ROLES:
-        group.addoption(f"--annie-{role}", metavar="NAME", help=f"the run's {role}, instead of the stored one")
+        group.addoption(
+            f"--annie-{role}", metavar="NAME", help=f"the run's {role}, instead of the stored one"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "annie_gate(name, backend=None): the run's gate must have passed")
+    config.addinivalue_line(
+        "markers", "annie_gate(name, backend=None): the run's gate must have passed"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,4 +14,6 @@ for numerics, side in result["numerics"].items():
         f"{numerics}: mean KL {kl['mean']:.4f} nats over {kl['n_tokens']} tokens, same top token {kl['same_top']:.1%}"
     )
     for gate, row in side["gates"].items():
-        print(f"  {gate:14} {row['passes']}/{row['n']}  {row['low']:.2f} to {row['high']:.2f}  {row['verdict']}")
+        print(
+            f"  {gate:14} {row['passes']}/{row['n']}  {row['low']:.2f} to {row['high']:.2f}  {row['verdict']}"
+        )

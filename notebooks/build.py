@@ -22,12 +22,21 @@ def cells(source: str) -> list[dict]:
     result = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         text = source[mark.end() : following.start() if following else None].strip("\n")
-        cell = {"id": hashlib.sha256(f"{len(result)}:{text}".encode()).hexdigest()[:8], "metadata": {}}
+        cell = {
+            "id": hashlib.sha256(f"{len(result)}:{text}".encode()).hexdigest()[:8],
+            "metadata": {},
+        }
         if mark["kind"]:
             text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.splitlines())
-            result.append({"cell_type": "markdown", **cell, "source": text.splitlines(keepends=True)})
+            result.append(
+                {"cell_type": "markdown", **cell, "source": text.splitlines(keepends=True)}
+            )
         else:
-            code = {"execution_count": None, "outputs": [], "source": text.splitlines(keepends=True)}
+            code = {
+                "execution_count": None,
+                "outputs": [],
+                "source": text.splitlines(keepends=True),
+            }
             result.append({"cell_type": "code", **cell, **code})
     return result
 

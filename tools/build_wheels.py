@@ -32,12 +32,18 @@ RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--machine", choices=MACHINES, action="append", help="may be repeated; default: both")
+    parser.add_argument(
+        "--machine", choices=MACHINES, action="append", help="may be repeated; default: both"
+    )
     parser.add_argument("--python", default=RUNNING, help=f"version of CPython, default {RUNNING}")
     parser.add_argument("--headers", type=Path, help="folder with pythonX.Y/Python.h")
-    parser.add_argument("--sources", type=Path, help="folder with the archives of curl, OpenSSL and nghttp2")
+    parser.add_argument(
+        "--sources", type=Path, help="folder with the archives of curl, OpenSSL and nghttp2"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     tools = tool_environment()
@@ -59,19 +65,32 @@ def cross(machine: str) -> str:
 
 def missing_tool(machine: str) -> str | None:
     """Return what is missing to compile for this machine and the command that installs it, or None."""
-    packages = {f"{cross(machine)}gcc": f"gcc{'-' + cross(machine)[:-1].replace('_', '-') if cross(machine) else ''}"}
+    packages = {
+        f"{cross(machine)}gcc": f"gcc{'-' + cross(machine)[:-1].replace('_', '-') if cross(machine) else ''}"
+    }
     packages |= {"perl": "perl", "make": "make", "pkg-config": "pkg-config"}
     missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
-    return f"missing: {', '.join(missing)}. Run: apt-get install {' '.join(missing)}" if missing else None
+    return (
+        f"missing: {', '.join(missing)}. Run: apt-get install {' '.join(missing)}"
+        if missing
+        else None
+    )
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> None:
     """Run a command; its output is printed only if it fails."""
     done = subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
-        sys.exit(f"{done.stdout[-4000:]}\nfailed ({done.returncode}): {' '.join(map(str, command))}")
+        sys.exit(
+            f"{done.stdout[-4000:]}\nfailed ({done.returncode}): {' '.join(map(str, command))}"
+        )
 
 
 def tool_environment() -> Path:
@@ -136,9 +155,13 @@ def debian_headers(machine: str, version: str) -> Path:
         (root / "status").touch()
         architecture = {"x86_64": "amd64", "aarch64": "arm64"}[machine]
         private = {
-            "APT::Architecture": architecture, "APT::Architectures": architecture, "Dir::State": root,
-            "Dir::State::lists": root / "lists", "Dir::State::status": root / "status", "Dir::Cache": root / "cache",
-        }  # fmt: skip
+            "APT::Architecture": architecture,
+            "APT::Architectures": architecture,
+            "Dir::State": root,
+            "Dir::State::lists": root / "lists",
+            "Dir::State::status": root / "status",
+            "Dir::Cache": root / "cache",
+        }
         options = [f"-o{key}={value}" for key, value in private.items()]
         run("apt-get", *options, "update", "-qq")
         run("apt-get", *options, "download", "-qq", package, cwd=root)
@@ -146,18 +169,29 @@ def debian_headers(machine: str, version: str) -> Path:
     return root / "usr/include"
 
 
-def compiled_wheel(tools: Path, source: Path, machine: str, version: str, curl: Path, headers: list[Path]) -> Path:
+def compiled_wheel(
+    tools: Path, source: Path, machine: str, version: str, curl: Path, headers: list[Path]
+) -> Path:
     """Return a wheel with this machine's modules and without their libraries."""
     short, raw = version.replace(".", ""), WORK / "raw" / f"{machine}-{version}"
     for folder in (raw, source / "build"):
         shutil.rmtree(folder, ignore_errors=True)
     run(
-        tools / "python", "setup.py", "-q", "bdist_wheel", "--dist-dir", raw, cwd=source,
-        CC=f"{cross(machine)}gcc", LDSHARED=f"{cross(machine)}gcc -shared -Wl,-s",
-        CPPFLAGS=" ".join(f"-I{folder}" for folder in headers), PKG_CONFIG_LIBDIR=str(curl / "lib/pkgconfig"),
-        _PYTHON_HOST_PLATFORM=f"linux-{machine}", SETUPTOOLS_EXT_SUFFIX=f".cpython-{short}-{machine}-linux-gnu.so",
+        tools / "python",
+        "setup.py",
+        "-q",
+        "bdist_wheel",
+        "--dist-dir",
+        raw,
+        cwd=source,
+        CC=f"{cross(machine)}gcc",
+        LDSHARED=f"{cross(machine)}gcc -shared -Wl,-s",
+        CPPFLAGS=" ".join(f"-I{folder}" for folder in headers),
+        PKG_CONFIG_LIBDIR=str(curl / "lib/pkgconfig"),
+        _PYTHON_HOST_PLATFORM=f"linux-{machine}",
+        SETUPTOOLS_EXT_SUFFIX=f".cpython-{short}-{machine}-linux-gnu.so",
         ANNIE_QUANT_ONLY="_nvfp4,_stream",
-    )  # fmt: skip
+    )
     if version != RUNNING:
         tags = ("--python-tag", f"cp{short}", "--abi-tag", f"cp{short}")
         run(tools / "python", "-m", "wheel", "tags", "--remove", *tags, *raw.glob("*.whl"))
@@ -170,9 +204,14 @@ def repaired(tools: Path, wheel: Path, machine: str, curl: Path, output: Path) -
     fixed = WORK / "fixed"
     shutil.rmtree(fixed, ignore_errors=True)
     run(
-        tools / "auditwheel", "repair", "-w", fixed, wheel,
-        AUDITWHEEL_LD_LIBRARY_PATH=":".join(map(str, libraries)), PATH=f"{tools}:{os.environ['PATH']}",
-    )  # fmt: skip
+        tools / "auditwheel",
+        "repair",
+        "-w",
+        fixed,
+        wheel,
+        AUDITWHEEL_LD_LIBRARY_PATH=":".join(map(str, libraries)),
+        PATH=f"{tools}:{os.environ['PATH']}",
+    )
     (result,) = fixed.glob("*.whl")
     return Path(shutil.copy2(result, output))
 

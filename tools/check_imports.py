@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # From low to high. A part (package or module of annie_quant) may import parts of lower layers and of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
-    ("nvfp4", "kquant", "stream", "models", "documents"),  # nvfp4, kquant, stream: the Python side of the C modules
+    (
+        "nvfp4",
+        "kquant",
+        "stream",
+        "models",
+        "documents",
+    ),  # nvfp4, kquant, stream: the Python side of the C modules
     ("gemm", "checkpoint", "judge"),
     ("data",),
     ("offline",),
@@ -30,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Libraries that a part may not import, because it must start fast and run where they are not installed.
 FORBIDDEN = {
-    part: {"torch", "transformers", "modelopt"} for part in ("bench", "judge", "stream", "checkpoint", "report")
+    part: {"torch", "transformers", "modelopt"}
+    for part in ("bench", "judge", "stream", "checkpoint", "report")
 }
 
 
@@ -56,7 +63,9 @@ def modules(package: Path) -> dict[str, Path]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
     """Return the imports of one module: of this package's modules (`known`), and of other libraries by their first name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    ignored = {id(node) for test in ast.walk(tree) if _is_type_checking(test) for node in ast.walk(test)}
+    ignored = {
+        id(node) for test in ast.walk(tree) if _is_type_checking(test) for node in ast.walk(test)
+    }
     for node in ast.walk(tree):
         if id(node) in ignored:
             continue
@@ -66,13 +75,20 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             module = node.module or ""
             targets = (
-                [f"{module}.{alias.name}" for alias in node.names] if module.startswith("annie_quant") else [module]
+                [f"{module}.{alias.name}" for alias in node.names]
+                if module.startswith("annie_quant")
+                else [module]
             )
         for target in targets:
             first, _, rest = target.partition(".")
             while first == "annie_quant" and rest and rest not in known:
                 rest = rest.rpartition(".")[0]  # a name inside a module
-            yield Import(name, rest if first == "annie_quant" else f"{first}:", path, getattr(node, "lineno", 1))
+            yield Import(
+                name,
+                rest if first == "annie_quant" else f"{first}:",
+                path,
+                getattr(node, "lineno", 1),
+            )
 
 
 def missing(known: dict[str, Path]) -> Iterator[tuple[Import, str]]:
@@ -82,8 +98,15 @@ def missing(known: dict[str, Path]) -> Iterator[tuple[Import, str]]:
             if not isinstance(node, ast.ImportFrom):
                 continue
             first, _, module = (node.module or "").partition(".")
-            if first == "annie_quant" and module and not any(f"{k}.".startswith(f"{module}.") for k in known):
-                yield Import(name, module, path, node.lineno), f"there is no module annie_quant.{module}"
+            if (
+                first == "annie_quant"
+                and module
+                and not any(f"{k}.".startswith(f"{module}.") for k in known)
+            ):
+                yield (
+                    Import(name, module, path, node.lineno),
+                    f"there is no module annie_quant.{module}",
+                )
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -117,7 +140,9 @@ def cycles(statements: list[Import]) -> Iterator[tuple[Import, str]]:
         if not {item.importer, item.imported} & packages:
             graph.setdefault(item.importer, set()).add(item.imported)
     for item in statements:
-        if item.imported in graph.get(item.importer, ()) and item.importer in reachable(graph, item.imported):
+        if item.imported in graph.get(item.importer, ()) and item.importer in reachable(
+            graph, item.imported
+        ):
             yield item, f"{item.importer} and {item.imported} import each other"
 
 

@@ -15,7 +15,14 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -37,7 +44,11 @@ def has_any(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     a = function.args
     arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
     stated = filter(None, [*(x.annotation for x in arguments), function.returns])
-    return any(isinstance(n, ast.Name) and n.id == "Any" for annotation in stated for n in ast.walk(annotation))
+    return any(
+        isinstance(n, ast.Name) and n.id == "Any"
+        for annotation in stated
+        for n in ast.walk(annotation)
+    )
 
 
 def imported(nodes: list[ast.stmt] | list[ast.AST], modules: set[str]) -> set[str]:
@@ -61,7 +72,9 @@ def main() -> None:
         tree = ast.parse(source)
         lines += code_lines(source, tree)
         n_any += sum(isinstance(node, FUNCTIONS) and has_any(node) for node in ast.walk(tree))
-        trees[".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = tree
+        trees[".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = (
+            tree
+        )
     modules = set(trees)
     importers: dict[str, set[str]] = defaultdict(set)
     for name, tree in trees.items():
@@ -72,7 +85,9 @@ def main() -> None:
     def chain(name: str) -> int:
         return 1 + max((chain(x) for x in imported(trees[name].body, modules) - {name}), default=0)
 
-    one = [m for m in modules if len(importers[m]) == 1 and not (root / m.replace(".", "/")).is_dir()]
+    one = [
+        m for m in modules if len(importers[m]) == 1 and not (root / m.replace(".", "/")).is_dir()
+    ]
     print(
         f"code lines {lines:,}; modules {len(modules)}; functions with Any {n_any}; modules with one importer {len(one)}"
     )

@@ -32,12 +32,16 @@ BEGIN, END = "<!-- begin: {name}, tools/make_measured.py -->", "<!-- end: {name}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/measured"))
     parser.add_argument("--only", default=",".join(STEPS))
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument(
-        "--rows", default=ROWS, help="rows of the strategies' table; with a GPU also auto_mixed and qad"
+        "--rows",
+        default=ROWS,
+        help="rows of the strategies' table; with a GPU also auto_mixed and qad",
     )
     parser.add_argument("--seeds", type=int, default=1, help="calibration draws of the search")
     options = parser.parse_args()
@@ -47,12 +51,41 @@ def main() -> None:
     calibration = out / "calibration.jsonl"
     command = [sys.executable, "-m", "annie_quant"]
     if "data" in steps and not calibration.is_file():
-        run([*command, "data", "--persona", "annie", "--teacher", "offline", "--n", "500", "--output", calibration])
+        run(
+            [
+                *command,
+                "data",
+                "--persona",
+                "annie",
+                "--teacher",
+                "offline",
+                "--n",
+                "500",
+                "--output",
+                calibration,
+            ]
+        )
     if "search" in steps:
-        arguments = ["--model", MODEL, "--calib-data", calibration, "--output", out / "search", "--all"]
+        arguments = [
+            "--model",
+            MODEL,
+            "--calib-data",
+            calibration,
+            "--output",
+            out / "search",
+            "--all",
+        ]
         # Exit code 1: no strategy keeps every gate. That is a result.
         run(
-            [*command, "search", *arguments, "--strategies", options.strategies, "--seeds", options.seeds],
+            [
+                *command,
+                "search",
+                *arguments,
+                "--strategies",
+                options.strategies,
+                "--seeds",
+                options.seeds,
+            ],
             accepted=(0, 1),
         )
         replace(ROOT / "tests/perf/search.md", "search", body(out / "search/search.md"))
@@ -86,7 +119,9 @@ def run(command: list[object], accepted: tuple[int, ...] = (0,)) -> None:
 
 def body(page: Path) -> str:
     """Return a page without its title, its headings one level deeper."""
-    return re.sub(r"^#", "##", page.read_text(encoding="utf-8").split("\n", 1)[1].strip(), flags=re.MULTILINE)
+    return re.sub(
+        r"^#", "##", page.read_text(encoding="utf-8").split("\n", 1)[1].strip(), flags=re.MULTILINE
+    )
 
 
 def replace(page: Path, name: str, text: str) -> None:

@@ -22,7 +22,11 @@ from annie_quant.documents.records import GROUPS  # noqa: E402
 
 def default(field: msgspec.structs.FieldInfo) -> object:
     """Return the default of a field, as msgspec.defstruct takes it."""
-    return msgspec.field(default_factory=field.default_factory) if field.default is msgspec.NODEFAULT else field.default
+    return (
+        msgspec.field(default_factory=field.default_factory)
+        if field.default is msgspec.NODEFAULT
+        else field.default
+    )
 
 
 def record_line() -> type[msgspec.Struct]:
@@ -57,10 +61,14 @@ DOCUMENTS = {
 
 def text(kind: type) -> str:
     """Return the JSON Schema of a document, with one line per definition."""
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | msgspec.json.schema(kind)
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | msgspec.json.schema(
+        kind
+    )
     definitions = document.pop("$defs")
     for part in definitions.values():
-        part["description"] = inspect.cleandoc(part["description"])  # msgspec takes the indentation away from 0.23 on
+        part["description"] = inspect.cleandoc(
+            part["description"]
+        )  # msgspec takes the indentation away from 0.23 on
     lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in definitions.items())
     head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     return "{\n" + head + ',\n "$defs": {\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -72,7 +80,9 @@ def texts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, content in texts().items():
         (FOLDER / name).write_text(content, encoding="utf-8")

@@ -30,8 +30,20 @@ PARTS = {
 
 def main(wheel: Path, output: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        subject, tool = environment(folder, "subject", str(wheel)), environment(folder, "tool", TOOL)
-        listed = [tool, "-m", "cyclonedx_py", "environment", subject, "--output-reproducible", "--mc-type", "library"]
+        subject, tool = (
+            environment(folder, "subject", str(wheel)),
+            environment(folder, "tool", TOOL),
+        )
+        listed = [
+            tool,
+            "-m",
+            "cyclonedx_py",
+            "environment",
+            subject,
+            "--output-reproducible",
+            "--mc-type",
+            "library",
+        ]
         bill = json.loads(subprocess.run(listed, capture_output=True, text=True, check=True).stdout)
         code = "import annie_quant._stream as s, pathlib; print(s.CURL_VERSION); "
         code += "print(*(f for f in pathlib.Path(s.__file__).parents[1].glob('annie_quant.libs/*')), sep='\\n')"
@@ -39,21 +51,33 @@ def main(wheel: Path, output: Path) -> None:
             [subject, "-I", "-c", code], capture_output=True, text=True, check=True
         ).stdout.split("\n")
         versions = dict(word.split("/", 1) for word in output_lines[0].split() if "/" in word)
-        bundled = [part for line in filter(None, output_lines[1:]) for part in components(Path(line), versions)]
+        bundled = [
+            part
+            for line in filter(None, output_lines[1:])
+            for part in components(Path(line), versions)
+        ]
 
     subject_entry = next(c for c in bill["components"] if c["name"] == "annie-quant")
     subject_entry.pop("externalReferences", None)  # the path of the wheel on this machine
-    subject_entry["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
+    subject_entry["hashes"] = [
+        {"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}
+    ]
     bill["components"] = [
-        c for c in bill["components"] if c is not subject_entry and c["name"] not in ("pip", "setuptools")
+        c
+        for c in bill["components"]
+        if c is not subject_entry and c["name"] not in ("pip", "setuptools")
     ] + bundled
-    bill["dependencies"] = [d for d in bill["dependencies"] if not d["ref"].startswith(("pip==", "setuptools=="))]
+    bill["dependencies"] = [
+        d for d in bill["dependencies"] if not d["ref"].startswith(("pip==", "setuptools=="))
+    ]
     bill["metadata"]["component"] = subject_entry
     depends = next(d for d in bill["dependencies"] if d["ref"] == subject_entry["bom-ref"])
     depends["dependsOn"] = [*depends.get("dependsOn", ()), *(part["bom-ref"] for part in bundled)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(bill, indent=1) + "\n")
-    print(f"{output}: {len(bill['components'])} components, {len(bundled)} of them inside the wheel")
+    print(
+        f"{output}: {len(bill['components'])} components, {len(bundled)} of them inside the wheel"
+    )
 
 
 def environment(folder: str, name: str, requirement: str) -> str:
@@ -61,7 +85,10 @@ def environment(folder: str, name: str, requirement: str) -> str:
     path = Path(folder, name)
     venv.create(path, with_pip=True)
     python = str(path / "bin/python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement],
+        check=True,
+    )
     return python
 
 

@@ -38,9 +38,15 @@ def screenshot(run_dir: Path, picture: Path, dark: bool, width: int, height: int
     flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as profile:
         temporary = Path(profile) / "picture.png"
-        flags += [f"--user-data-dir={profile}", f"--window-size={width},{height}", f"--screenshot={temporary}"]
+        flags += [
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            f"--screenshot={temporary}",
+        ]
         try:
-            process = subprocess.run([browser, *flags, report.as_uri()], capture_output=True, text=True, timeout=60)
+            process = subprocess.run(
+                [browser, *flags, report.as_uri()], capture_output=True, text=True, timeout=60
+            )
         except subprocess.TimeoutExpired:
             return "Chromium did not finish within 60 seconds"
         if not temporary.is_file():
@@ -51,7 +57,9 @@ def screenshot(run_dir: Path, picture: Path, dark: bool, width: int, height: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--dark", action="store_true")

@@ -59,7 +59,9 @@ def codec(aq) -> str:
 def client(aq) -> str:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    request = aq.stream.chat(f"http://127.0.0.1:{server.server_port}", "m", [{"role": "user", "content": "hello"}])
+    request = aq.stream.chat(
+        f"http://127.0.0.1:{server.server_port}", "m", [{"role": "user", "content": "hello"}]
+    )
     (record,) = aq.stream.run([request]).records()
     server.shutdown()
     assert record["error"] is None and record["text"] == "Good morning", record
@@ -74,7 +76,9 @@ def wheel(aq) -> str:
     assert not unknown, f"in the wheel without a licence in csrc/licences: {unknown}"
     files = [str(f) for f in importlib.metadata.files("annie-quant") or ()]
     for licence in ("LICENSE", "README.txt", "curl.txt", "nghttp2.txt", "gcc-runtime.txt"):
-        assert any(f.endswith(f"/{licence}") and ".dist-info/" in f for f in files), f"no {licence} in the wheel"
+        assert any(f.endswith(f"/{licence}") and ".dist-info/" in f for f in files), (
+            f"no {licence} in the wheel"
+        )
     return f"contains {', '.join(libraries)} and their licences"
 
 
@@ -85,10 +89,16 @@ def main() -> None:
     assert not large, f"importing annie_quant imported {large}"
     command = [sys.executable, "-m", "annie_quant"]
     info = json.loads(
-        subprocess.run([*command, "--version", "--json"], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [*command, "--version", "--json"], capture_output=True, text=True, check=True
+        ).stdout
     )
     assert info["version"] == importlib.metadata.version("annie-quant"), info["version"]
-    print(subprocess.run([*command, "--version", "--verbose"], capture_output=True, text=True, check=True).stdout)
+    print(
+        subprocess.run(
+            [*command, "--version", "--verbose"], capture_output=True, text=True, check=True
+        ).stdout
+    )
     if "free-threaded" in info["python"]:
         aq.nvfp4, aq.stream.run([])
         assert not sys._is_gil_enabled(), "a C module enabled the GIL"
@@ -97,10 +107,14 @@ def main() -> None:
     tiny = Path(aq.__file__).parent / "assets/tiny-annie"
     quantize = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output"]
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([*command, *quantize, f"{folder}/nvfp4"], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *quantize, f"{folder}/nvfp4"], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         audited = subprocess.run(
-            [*command, "audit", f"{folder}/nvfp4", "--source", str(tiny)], capture_output=True, text=True
+            [*command, "audit", f"{folder}/nvfp4", "--source", str(tiny)],
+            capture_output=True,
+            text=True,
         )
         assert audited.returncode == 0, audited.stderr
     print("quantize direct and audit: " + done.stderr.strip().splitlines()[-1].split(": ", 1)[-1])

@@ -17,4 +17,13 @@ from annie_quant.bench.regressions import losses, regression
 from annie_quant.bench.session import run
 from annie_quant.core.host import environment
 
-__all__ = ["Backend", "aggregate", "environment", "export", "key_headers", "losses", "regression", "run"]
+__all__ = [
+    "Backend",
+    "aggregate",
+    "environment",
+    "export",
+    "key_headers",
+    "losses",
+    "regression",
+    "run",
+]

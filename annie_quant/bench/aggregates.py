@@ -38,10 +38,16 @@ SPEED_LIMITS: dict[str, tuple[LimitedMetric, float]] = {
     "ttft": ("ttft_content_ms", 120.0),
     "decode": ("decode_tok_s", 25.0),
 }
-MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
+MEMORY_SOURCES = (
+    "gpu_process_bytes",
+    "process_rss_bytes",
+    "system_used_bytes",
+)  # the first that a server has
 
 
-def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = None) -> documents.Aggregates:
+def aggregate(
+    folder: str | os.PathLike[str], stated: documents.Roles | None = None
+) -> documents.Aggregates:
     """Compute the aggregates of a run directory again, from its records.jsonl and bench.json.
 
     stated: roles instead of the run's
@@ -60,7 +66,9 @@ def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = N
         machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup]),
     )
     measured = bench.memory, bench.ended, stored_reference(root), memory.read_traces(root), state
-    return aggregate_records([*records, *read_unanswered(root)], bench.config, bench.backends, *measured)
+    return aggregate_records(
+        [*records, *read_unanswered(root)], bench.config, bench.backends, *measured
+    )
 
 
 def aggregate_records(
@@ -95,7 +103,8 @@ def aggregate_records(
         own = [r for r in measured if r.backend == name]
         own_fit = [r for r in fit if r.backend == name]
         served[name] = documents.ServedSide(
-            model=(named if isinstance(named := identity.meta.get("model"), str) else None) or identity.model,
+            model=(named if isinstance(named := identity.meta.get("model"), str) else None)
+            or identity.model,
             runtime=identity.runtime,
             format=identity.format or "",
             requests=len(own),
@@ -103,7 +112,9 @@ def aggregate_records(
             left_out_of_timings=len(own) - len(own_fit),
             gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
-            workloads={label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
+            workloads={
+                label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()
+            },
             memory_bytes=_memory_bytes(levels.get(name)),
             memory=levels.get(name),
             memory_growth=growths.get(name),
@@ -136,7 +147,11 @@ def aggregate_records(
 
 def timed(measured: Sequence[documents.RequestRecord]) -> list[documents.RequestRecord]:
     """Return the requests whose times count: no cold starts, stalls, failures, impossible stamps or invalid ones."""
-    complete = [r for r in measured if not r.cold and not r.answer.error and not r.load.invalid and not impossible(r)]
+    complete = [
+        r
+        for r in measured
+        if not r.cold and not r.answer.error and not r.load.invalid and not impossible(r)
+    ]
     stalled = {id(r) for r in stalls(complete)}
     return [r for r in complete if id(r) not in stalled]
 
@@ -159,14 +174,20 @@ def pair_sides(
     if recorded and roles.reference is None:
         references = dict.fromkeys(served, RECORDED)
     needed = {*references, *references.values()} if any(references.values()) else set()
-    rows = {name: deciding_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
+    rows = {
+        name: deciding_by_prompt([r for r in measured if r.backend == name], greedy)
+        for name in needed
+        if name
+    }
     rows[RECORDED] = deciding_by_prompt(recorded, greedy)
     for name, reference in references.items():
         if reference is None:
             continue
         side = served[name]
         side.judged_by = reference
-        side.paired, side.pooled = judged_pairs(rows[reference], rows[name], reference in (roles.reference, RECORDED))
+        side.paired, side.pooled = judged_pairs(
+            rows[reference], rows[name], reference in (roles.reference, RECORDED)
+        )
         side.gates = decision.apply(side.gates, side.paired)
 
 
@@ -179,7 +200,9 @@ def judged_pairs(
     return gates["served"], together["served"]
 
 
-def gate_counts(records: Sequence[documents.RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:
+def gate_counts(
+    records: Sequence[documents.RequestRecord], greedy: Collection[str]
+) -> dict[str, tuple[int, int]]:
     """Return gate → (passes, n) of one backend's records, repeats of a greedy prompt counted once."""
     return count(checks_by_prompt(records, greedy).values())
 
@@ -193,11 +216,18 @@ def _speed_gates(
     for gate, (metric, limit) in SPEED_LIMITS.items():
         if median := summary(values_by_prompt(single, metric), seed):
             low, high = (median.p50 if end is None else end for end in (median.low, median.high))
-            passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
+            passes, fails = (
+                (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
+            )
             verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
             interval = {"low": median.low, "high": median.high}
             gates[gate] = documents.SpeedGate(
-                metric=metric, value=median.p50, n=median.n, limit=limit, verdict=verdict, **interval
+                metric=metric,
+                value=median.p50,
+                n=median.n,
+                limit=limit,
+                verdict=verdict,
+                **interval,
             )
     return gates
 
@@ -223,15 +253,21 @@ def summary(by_prompt: Values, seed: int = 0) -> documents.MetricSummary | None:
     p50, p90, p99 = np.percentile(pooled, [50, 90, 99]).tolist()
     low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
     mean, n, n_prompts = float(pooled.mean()), int(pooled.size), len(by_prompt)
-    return documents.MetricSummary(p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts)
+    return documents.MetricSummary(
+        p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts
+    )
 
 
-def summaries(records: Sequence[documents.RequestRecord], seed: int = 0) -> documents.WorkloadSummary:
+def summaries(
+    records: Sequence[documents.RequestRecord], seed: int = 0
+) -> documents.WorkloadSummary:
     metrics = {name: summary(values_by_prompt(records, name), seed) for name in METRICS}
     return documents.WorkloadSummary(n=len(records), **metrics)
 
 
-def labelled(records: Iterable[documents.RequestRecord]) -> dict[str, list[documents.RequestRecord]]:
+def labelled(
+    records: Iterable[documents.RequestRecord],
+) -> dict[str, list[documents.RequestRecord]]:
     """Return records by workload and load: "greeting", "greeting@8", "greeting@2/s"."""
     groups: dict[str, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
@@ -245,27 +281,38 @@ def _memory_bytes(levels: documents.MemoryLevels | None) -> documents.MemoryByte
     if not sources:
         return None
     figures = {name: getattr(levels, name) for name in ("idle", "one", "five", "peak")}
-    sizes = {name: getattr(figure, sources[0]) for name, figure in figures.items() if figure is not None}
+    sizes = {
+        name: getattr(figure, sources[0]) for name, figure in figures.items() if figure is not None
+    }
     return documents.MemoryBytes(source=sources[0], **sizes)
 
 
 # ---- two backends
 
 
-def _comparisons(records: Sequence[documents.RequestRecord], a: str, b: str, seed: int) -> list[documents.Comparison]:
+def _comparisons(
+    records: Sequence[documents.RequestRecord], a: str, b: str, seed: int
+) -> list[documents.Comparison]:
     """Compare all metrics of each workload that both backends have, and of all workloads together."""
     left, right = (labelled(r for r in records if r.backend == name) for name in (a, b))
     groups = [(label, left[label], right[label]) for label in left if label in right]
     if len(groups) > 1:
-        pooled = [[r for label, *_ in groups for r in side[label] if r.load.alone] for side in (left, right)]
+        pooled = [
+            [r for label, *_ in groups for r in side[label] if r.load.alone]
+            for side in (left, right)
+        ]
         groups.append(("all", pooled[0], pooled[1]))
     rows = []
     for label, ours, theirs in groups:
         for metric in COMPARED:
-            result = compare(values_by_prompt(ours, metric), values_by_prompt(theirs, metric), seed=seed)
+            result = compare(
+                values_by_prompt(ours, metric), values_by_prompt(theirs, metric), seed=seed
+            )
             figures = msgspec.structs.asdict(result)
             if result.n_prompts:
-                rows.append(documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures))
+                rows.append(
+                    documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures)
+                )
     adjust(rows)
     return rows
 
@@ -293,7 +340,10 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
             by_turn[record.turn].append(record)
     points = []
     for turn, group in sorted(by_turn.items()):
-        ttft, total = (summary(values_by_prompt(group, metric), seed) for metric in ("ttft_content_ms", "e2e_ms"))
+        ttft, total = (
+            summary(values_by_prompt(group, metric), seed)
+            for metric in ("ttft_content_ms", "e2e_ms")
+        )
         figures = {"ttft_content_ms": ttft.p50, "low": ttft.low, "high": ttft.high} if ttft else {}
         e2e_ms = total.p50 if total else None
         points.append(documents.TurnPoint(turn=turn + 1, n=len(group), e2e_ms=e2e_ms, **figures))
@@ -303,14 +353,18 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
 def mean_times(side: documents.ServedSide) -> tuple[float, float, int] | None:
     """Return TTFT and TPOT in ms, the means of the workloads' medians without other requests, and the number of workloads."""
     alone = [w for label, w in side.workloads.items() if "@" not in label]
-    medians = [(w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms]
+    medians = [
+        (w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms
+    ]
     if not medians:
         return None
     ttft_ms, tpot_ms = (statistics.fmean(column) for column in zip(*medians, strict=True))
     return ttft_ms, tpot_ms, len(medians)
 
 
-def _crossover(served: Mapping[str, documents.ServedSide], a: str, b: str) -> documents.Crossover | None:
+def _crossover(
+    served: Mapping[str, documents.ServedSide], a: str, b: str
+) -> documents.Crossover | None:
     """Return the number of tokens at which two backends have the same total latency (TTFT + tokens x TPOT, medians)."""
     ours, theirs = mean_times(served[a]), mean_times(served[b])
     if ours is None or theirs is None:
@@ -319,4 +373,6 @@ def _crossover(served: Mapping[str, documents.ServedSide], a: str, b: str) -> do
     tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
     tokens = tokens if tokens and tokens > 0 else None
     short, long = a if ttft_a <= ttft_b else b, a if tpot_a < tpot_b else b
-    return documents.Crossover(a=a, b=b, tokens=tokens, faster_when_short=short, faster_when_long=long)
+    return documents.Crossover(
+        a=a, b=b, tokens=tokens, faster_when_short=short, faster_when_long=long
+    )

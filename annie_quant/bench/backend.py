@@ -27,7 +27,13 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.host import is_local
 from annie_quant.core.secrets import refuse_secrets_in, safe_url
 from annie_quant.core.untrusted import JsonObject, decode_json, limited
-from annie_quant.documents import BackendSettings, BenchConfig, Identity, RequestRecord, limited_identity
+from annie_quant.documents import (
+    BackendSettings,
+    BenchConfig,
+    Identity,
+    RequestRecord,
+    limited_identity,
+)
 from annie_quant.stream.client import fetch
 
 if TYPE_CHECKING:
@@ -68,17 +74,23 @@ class Backend:
         except ValueError:
             raise UsageError(f"backend {self.name!r}: the URL cannot be read", hint) from None
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", hint)
+            raise UsageError(
+                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", hint
+            )
         refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
-            raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
+            raise UsageError(
+                f"a backend's name must not be empty or contain a slash, got {self.name!r}"
+            )
 
     @property
     def settings(self) -> BackendSettings:
         """What a run records of this backend."""
         source = self.meta.get("source")
         source = source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
-        return BackendSettings(name=self.name, model=self.model, source=source, endpoint=self.endpoint)
+        return BackendSettings(
+            name=self.name, model=self.model, source=source, endpoint=self.endpoint
+        )
 
     @property
     def root(self) -> str:
@@ -107,7 +119,9 @@ def key_headers(variable: str | None) -> dict[str, str]:
         return {}
     key = os.environ.get(variable)
     if not key:
-        raise UsageError(f"the environment variable {variable} is not set", f"export {variable}=...")
+        raise UsageError(
+            f"the environment variable {variable} is not set", f"export {variable}=..."
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -128,7 +142,9 @@ def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) ->
 
 def alive(backend: Backend) -> bool:
     """Return whether an HTTP server answers at the URL, with any status."""
-    return fetch(f"{backend.root}/v1/models", backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
+    return (
+        fetch(f"{backend.root}/v1/models", backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
+    )
 
 
 def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
@@ -166,9 +182,14 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
-            "format": backend.meta.get("format") or served_format(backend.url, version or props, first),
+            "format": backend.meta.get("format")
+            or served_format(backend.url, version or props, first),
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
-            "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
+            "meta": {
+                k: v
+                for k, v in backend.meta.items()
+                if "key" not in k.lower() and "token" not in k.lower()
+            },
             "caveats": caveats,
         }
     )
@@ -184,7 +205,9 @@ def sglang_page(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> dict[st
     return {}
 
 
-def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> Mapping[str, object]:
+def _page(
+    backend: Backend, path: str, timeout_s: float, caveats: list[str]
+) -> Mapping[str, object]:
     """Return the JSON object at `path`; {} with a caveat for anything else that a server sends with status 200."""
     try:
         return msgspec.convert(get_json(backend, path, timeout_s), dict[str, object] | None) or {}
@@ -193,7 +216,9 @@ def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> 
         return {}
 
 
-def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
+def _field(
+    page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]
+) -> T | None:
     """Return page[name] if it has the expected type; None, with a caveat, for another type."""
     try:
         return msgspec.convert(page.get(name), kind | None)
@@ -203,9 +228,16 @@ def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, cave
 
 
 _SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
     "samplers",
-)  # fmt: skip
+)
 
 
 def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
@@ -248,17 +280,23 @@ def folder_format(folder: Path) -> str | None:
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     if isinstance(quantization, dict):
         names = (quantization.get(key) for key in ("quant_algo", "format", "quant_method"))
-        return next((name[:100].upper() for name in names if isinstance(name, str) and name), "quantized")
+        return next(
+            (name[:100].upper() for name in names if isinstance(name, str) and name), "quantized"
+        )
     if (folder / "hf_quant_config.json").exists():
         return "quantized"
-    return most((tensor.dtype, tensor.size_bytes) for tensor in ModelFolder(folder).tensors.values())
+    return most(
+        (tensor.dtype, tensor.size_bytes) for tensor in ModelFolder(folder).tensors.values()
+    )
 
 
 def gguf_format(path: Path) -> str | None:
     """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
     from annie_quant.checkpoint.gguf.reader import open_gguf
 
-    return most((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in open_gguf(path).values())
+    return most(
+        (tensor.tensor_type.name, int(tensor.n_elements)) for tensor in open_gguf(path).values()
+    )
 
 
 def most(tensors: Iterable[tuple[str, int]]) -> str | None:
@@ -287,7 +325,9 @@ _SAMPLE = re.compile(
 def _metric_lines(page: str) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of a page in Prometheus' text format; lines that cannot be read are left out."""
     for line in page.splitlines():
-        sample = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
+        sample = (
+            _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
+        )
         if sample is None:
             continue
         try:
@@ -301,15 +341,26 @@ def _metric_lines(page: str) -> Iterator[tuple[str, float]]:
 def metrics_page(backend: Backend) -> str | None:
     """Return a server's /metrics; None where it has none."""
     try:
-        reply = fetch(f"{backend.root}/metrics", backend.headers, timeout_s=PROBE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES)
+        reply = fetch(
+            f"{backend.root}/metrics",
+            backend.headers,
+            timeout_s=PROBE_TIMEOUT_S,
+            max_bytes=MAX_PAGE_BYTES,
+        )
     except OSError:
         return None
-    return reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
+    return (
+        reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
+    )
 
 
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
 OTHERS_TOKENS = 2  # difference of counts that is not another client's
-_COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens", "vllm:generation_tokens")
+_COUNTERS = (
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:generation_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -348,7 +399,9 @@ class Acceptance:
         self._drafts[backend.name] = counters is not None
         return counters
 
-    def after(self, backend: Backend, before: Counters | None, records: Sequence[RequestRecord]) -> None:
+    def after(
+        self, backend: Backend, before: Counters | None, records: Sequence[RequestRecord]
+    ) -> None:
         """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
         if before is None:
             return
@@ -358,18 +411,28 @@ class Acceptance:
         for wait_s in SETTLE_S:
             time.sleep(wait_s)
             now = read_counters(backend)
-            if now is not None and abs(now.generated - before.generated - received) <= OTHERS_TOKENS * len(records):
+            if now is not None and abs(
+                now.generated - before.generated - received
+            ) <= OTHERS_TOKENS * len(records):
                 drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
-                for record in records if 0 <= accepted <= drafted else ():  # else the server was restarted
+                for record in (
+                    records if 0 <= accepted <= drafted else ()
+                ):  # else the server was restarted
                     share = (record.tokens.completion_tokens or 0) / received
-                    record.tokens.drafted_tokens, record.tokens.accepted_tokens = drafted * share, accepted * share
+                    record.tokens.drafted_tokens, record.tokens.accepted_tokens = (
+                        drafted * share,
+                        accepted * share,
+                    )
                     record.tokens.acceptance_source = "metrics"
                 return
 
 
 # ---- requests within the time budget
 
-MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
+MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = (
+    64_000_000,
+    1 << 18,
+)  # far above 32,768 tokens with their log probabilities
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 
@@ -406,7 +469,9 @@ class Sender:
     identities: what each server reports about itself, by backend; filled as the servers are identified.
     """
 
-    def __init__(self, config: BenchConfig, session: int, identities: Mapping[str, Identity]) -> None:
+    def __init__(
+        self, config: BenchConfig, session: int, identities: Mapping[str, Identity]
+    ) -> None:
         self.config, self.session, self.identities = config, session, identities
         self.deadline = None if config.budget_s is None else time.monotonic() + config.budget_s
 
@@ -436,7 +501,9 @@ class Sender:
         measured = [
             stream.Request(
                 backend.completions_url,
-                json=endpoints.request_body(backend.endpoint, r.body | self._cache_fields(backend.name, r.tag)),
+                json=endpoints.request_body(
+                    backend.endpoint, r.body | self._cache_fields(backend.name, r.tag)
+                ),
                 headers=headers,
                 timeout_s=self.config.timeout_s,
                 start_s=begins[r.tag],
@@ -453,7 +520,11 @@ class Sender:
             max_answer_events=MAX_ANSWER_EVENTS,
         )
         if left_s is not None:
-            cut = {a["tag"]: a["cause"] for a in timings.records() if a["cause"] in ("deadline", "not_started")}
+            cut = {
+                a["tag"]: a["cause"]
+                for a in timings.records()
+                if a["cause"] in ("deadline", "not_started")
+            }
             cut.pop(None, None)  # the openings of connections
             if cut:
                 begun = [begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"]

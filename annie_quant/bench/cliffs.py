@@ -64,8 +64,13 @@ def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
     return [_measured(*key, dict(sorted(levels.items()))) for key, levels in answers.items()]
 
 
-def _measured(backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequence[bool]]]) -> MeasuredLadder:
-    right = {level: {case: all(repeats) for case, repeats in cases.items()} for level, cases in levels.items()}
+def _measured(
+    backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequence[bool]]]
+) -> MeasuredLadder:
+    right = {
+        level: {case: all(repeats) for case, repeats in cases.items()}
+        for level, cases in levels.items()
+    }
     points = []
     for level, cases in levels.items():
         passes, n = sum(right[level].values()), len(cases)
@@ -74,14 +79,18 @@ def _measured(backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequenc
         points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=rate))
     repeats = min(len(repeats) for cases in levels.values() for repeats in cases.values())
     return MeasuredLadder(
-        backend, Ladder(axis=axis, repeats=repeats, points=points, cliff=find_cliff(points, right)), right
+        backend,
+        Ladder(axis=axis, repeats=repeats, points=points, cliff=find_cliff(points, right)),
+        right,
     )
 
 
 def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
     """Return the step after which prompts are right less often; None where that is not shown."""
     levels = [point.level for point in points]
-    fits = {at: fit for at in range(1, len(points)) if (fit := _log_likelihood(points, at)) is not None}
+    fits = {
+        at: fit for at in range(1, len(points)) if (fit := _log_likelihood(points, at)) is not None
+    }
     if not fits:
         return None
     best = max(fits, key=fits.__getitem__)
@@ -97,13 +106,17 @@ def _log_likelihood(points: Sequence[LadderPoint], at: int) -> float | None:
     (x, n), (y, m) = (_total(part) for part in (points[:at], points[at:]))
     if x * m <= y * n:
         return None
-    return sum(k * math.log(k / total) for k, total in ((x, n), (n - x, n), (y, m), (m - y, m)) if k)
+    return sum(
+        k * math.log(k / total) for k, total in ((x, n), (n - x, n), (y, m), (m - y, m)) if k
+    )
 
 
 def _fall_p(right: Right) -> float:
     """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
     cases = set.intersection(*(set(cases) for cases in right.values()))
-    table = np.array([[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64)
+    table = np.array(
+        [[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64
+    )
     if len(table) < LEAST_PROMPTS:
         return 1.0
     rng = np.random.default_rng(0)
@@ -142,12 +155,18 @@ def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
     for a, b in itertools.permutations(rows, 2):
         if a.ladder.axis == b.ladder.axis and a.ladder.cliff is not None:
             levels = [p.level for p in a.ladder.points if p.level >= a.ladder.cliff.breaks]
-            tests.append((a, b, levels, _worse_p(_shares(b.right, levels), _shares(a.right, levels))))
+            tests.append(
+                (a, b, levels, _worse_p(_shares(b.right, levels), _shares(a.right, levels)))
+            )
     for (a, b, levels, _), p in zip(tests, holm([p for *_, p in tests]), strict=True):
         if p is not None and p < LEVEL:
-            x, y = (_counts([p for p in side.ladder.points if p.level in levels]) for side in (a, b))
+            x, y = (
+                _counts([p for p in side.ladder.points if p.level in levels]) for side in (a, b)
+            )
             at = UNITS[a.ladder.axis].format(f"{levels[0]:,}")
-            findings.append(finding("earlier_cliff", a.backend, other=b.backend, at=at, x=x, y=y, p=p))
+            findings.append(
+                finding("earlier_cliff", a.backend, other=b.backend, at=at, x=x, y=y, p=p)
+            )
     return findings
 
 
@@ -156,10 +175,26 @@ def _sentence(backend: str, ladder: Ladder) -> Confound:
     power = f" (pass^{ladder.repeats})" if ladder.repeats > 1 else ""
     if cliff is None:
         last = unit.format(f"{points[-1].level:,}")
-        return finding("no_cliff", backend, first=_counts(points[:1]), last=last, at_last=_counts(points[-1:]), k=power)
-    within = "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
-    breaks, before = unit.format(f"{cliff.breaks:,}") + within, _counts([p for p in points if p.level <= cliff.holds])
-    figures = {"before": before, "after": _counts([p for p in points if p.level >= cliff.breaks]), "p": cliff.p}
+        return finding(
+            "no_cliff",
+            backend,
+            first=_counts(points[:1]),
+            last=last,
+            at_last=_counts(points[-1:]),
+            k=power,
+        )
+    within = (
+        "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
+    )
+    breaks, before = (
+        unit.format(f"{cliff.breaks:,}") + within,
+        _counts([p for p in points if p.level <= cliff.holds]),
+    )
+    figures = {
+        "before": before,
+        "after": _counts([p for p in points if p.level >= cliff.breaks]),
+        "p": cliff.p,
+    }
     return finding("cliff", backend, breaks=breaks, holds=f"{cliff.holds:,}", k=power, **figures)
 
 

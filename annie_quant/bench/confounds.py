@@ -44,10 +44,16 @@ def find_confounds(
     """Return all findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
     names = list(identities)
-    good = {name: [r for r in measured if r.backend == name and not r.answer.error] for name in names}
+    good = {
+        name: [r for r in measured if r.backend == name and not r.answer.error] for name in names
+    }
     findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     findings += [*_prompt_tokens(names, measured), *_estimates(measured), *_smoke(records)]
-    findings += [*_different_answers(names, measured, config), *_busy(names, measured), *_priority(names, measured)]
+    findings += [
+        *_different_answers(names, measured, config),
+        *_busy(names, measured),
+        *_priority(names, measured),
+    ]
     findings += _incomplete(names, ended if not config.sustained else Ended())
     for name, rows in good.items():
         findings += [*_events(name, rows), *_prefix_cache(name, rows), *_depth(name, rows)]
@@ -58,8 +64,17 @@ def find_confounds(
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             findings.append(finding("prefix_cache", name))
         findings += [finding("identity", name, caveat=caveat) for caveat in identity.caveats]
-        findings += [*_thinking(name, rows, config), *_tool_parser(name, rows), *_slow_starts(name, rows)]
-        findings += [*_errors(name, rows), *_cut(name, rows), *_clock(name, rows), *_stamps(name, rows)]
+        findings += [
+            *_thinking(name, rows, config),
+            *_tool_parser(name, rows),
+            *_slow_starts(name, rows),
+        ]
+        findings += [
+            *_errors(name, rows),
+            *_cut(name, rows),
+            *_clock(name, rows),
+            *_stamps(name, rows),
+        ]
     return findings
 
 
@@ -71,15 +86,26 @@ def _pair(a: Identity, b: Identity) -> Findings:
         yield finding("same_server", a.name, b.name)
         return
     sources = [side.meta.get("source") for side in (a, b)]
-    compared: list[tuple[str, str, object, object]] = [("different_weights", "source weights", sources[0], sources[1])]
-    sizes = {"n_params": "numbers of parameters", "n_vocab": "vocabulary sizes", "n_embd": "hidden sizes"}
+    compared: list[tuple[str, str, object, object]] = [
+        ("different_weights", "source weights", sources[0], sources[1])
+    ]
+    sizes = {
+        "n_params": "numbers of parameters",
+        "n_vocab": "vocabulary sizes",
+        "n_embd": "hidden sizes",
+    }
     for field, title in sizes.items():
         x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
             compared.append(("different_models", title, x, y))
     compared += [
         ("different_templates", "chat templates", a.chat_template_sha256, b.chat_template_sha256),
-        ("different_sampling", "default sampling settings", a.sampling_defaults, b.sampling_defaults),
+        (
+            "different_sampling",
+            "default sampling settings",
+            a.sampling_defaults,
+            b.sampling_defaults,
+        ),
         ("different_engines", "serving engines", a.runtime, b.runtime),
     ]
     differing = [row for row in compared if row[2] and row[3] and row[2] != row[3]]
@@ -103,9 +129,22 @@ def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
     for a, b in itertools.combinations(names, 2):
         shared = counts[a].keys() & counts[b].keys()
         if differing := sorted(key for key in shared if counts[a][key] != counts[b][key]):
-            (first, *_), n, both = differing, len(differing), [counts[side][differing[0]] for side in (a, b)]
+            (first, *_), n, both = (
+                differing,
+                len(differing),
+                [counts[side][differing[0]] for side in (a, b)],
+            )
             prompt = "/".join(first)
-            yield finding("different_prompts", a, b, n=n, shared=len(shared), prompt=prompt, x=both[0], y=both[1])
+            yield finding(
+                "different_prompts",
+                a,
+                b,
+                n=n,
+                shared=len(shared),
+                prompt=prompt,
+                x=both[0],
+                y=both[1],
+            )
 
 
 def _different_answers(names: Sequence[str], records: Records, config: BenchConfig) -> Findings:
@@ -126,7 +165,9 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
         in_words = [pair for pair in pairs if all(pair)]
         equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in in_words)
         if len(in_words) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(in_words):
-            yield finding("different_answers", a, b, equal=equal, n=len(in_words), words=OPENING_WORDS)
+            yield finding(
+                "different_answers", a, b, equal=equal, n=len(in_words), words=OPENING_WORDS
+            )
 
 
 # ---- the whole run
@@ -134,7 +175,9 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
 
 def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
     if stopped := ended.stopped:
-        yield finding("stopped_early", *names, look=stopped.look, looks=stopped.looks + 1, level=stopped.level)
+        yield finding(
+            "stopped_early", *names, look=stopped.look, looks=stopped.looks + 1, level=stopped.level
+        )
     elif ended.unasked:
         yield finding("unfinished", *names, n=ended.unasked)
 
@@ -154,7 +197,9 @@ def _priority(names: Sequence[str], records: Records) -> Findings:
 
 
 def _estimates(records: Records) -> Findings:
-    if names := sorted({r.backend for r in records if r.tokens.tokens_estimated and not r.answer.error}):
+    if names := sorted(
+        {r.backend for r in records if r.tokens.tokens_estimated and not r.answer.error}
+    ):
         yield finding("tokens_estimated", *names)
 
 
@@ -177,7 +222,9 @@ def _in_times(code: str, name: str, affected: Records, answers: Records, effect:
         rare = len(affected) < RARE * len(answers)
         effect = "too few to change the median times" if rare else effect
         severity: Severity = "note" if rare else "confound"
-        yield finding(code, name, severity=severity, n=len(affected), of=len(answers), effect=effect)
+        yield finding(
+            code, name, severity=severity, n=len(affected), of=len(answers), effect=effect
+        )
 
 
 def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
@@ -193,7 +240,11 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     yield from _in_times("thinking_as_content", name, leaked, off, effect)
     effect = "its content TTFT includes that thinking"
     yield from _in_times("hidden_thinking", name, hidden, off, effect)
-    empty = [r.tokens.completion_tokens for r in off if not r.answer.text.strip() and not r.answer.tool_calls]
+    empty = [
+        r.tokens.completion_tokens
+        for r in off
+        if not r.answer.text.strip() and not r.answer.tool_calls
+    ]
     if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
         tokens = round(statistics.median(lengths))
         yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
@@ -206,7 +257,9 @@ def _tool_parser(name: str, records: Records) -> Findings:
         yield finding("tool_parser_missing", name, n=refused, of=len(tools))
     failed = [r for r in tools if not r.judgement.checks["tool_call"]]
     in_text = sum(r.judgement.checks.get("tool_call_raw", False) for r in failed)
-    unparsed = sum(has_call_markup(Answer(text=r.answer.text)) for r in failed if not r.answer.tool_calls)
+    unparsed = sum(
+        has_call_markup(Answer(text=r.answer.text)) for r in failed if not r.answer.tool_calls
+    )
     if in_text or unparsed:
         yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
 
@@ -240,7 +293,9 @@ def _cut(name: str, records: Records) -> Findings:
 
 def _slow_starts(name: str, records: Records) -> Findings:
     if slow := [r for r in records if r.cold] + stalls(records):
-        yield finding("cold_start", name, n=len(slow), longest=max(r.timings.e2e_ms or 0 for r in slow) / 1000)
+        yield finding(
+            "cold_start", name, n=len(slow), longest=max(r.timings.e2e_ms or 0 for r in slow) / 1000
+        )
 
 
 def is_slow(time_ms: float, usual_ms: float) -> bool:
@@ -254,7 +309,9 @@ def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     for record in records:
         first = record.timings.first_token_ms
         if first is not None and not record.warmup and not record.cold:
-            groups[record.backend, record.workload, record.load.level, record.turn].append((first, record))
+            groups[record.backend, record.workload, record.load.level, record.turn].append(
+                (first, record)
+            )
     slow = []
     for group in groups.values():
         median = statistics.median(first for first, _ in group)
@@ -278,7 +335,12 @@ def _clock(name: str, records: Records) -> Findings:
     pairs = []
     for record in records:
         theirs = (record.timings.server_timings or {}).get("predicted_per_token_ms")
-        if record.timings.tpot_ms and isinstance(theirs, (int, float)) and theirs and not record.answer.error:
+        if (
+            record.timings.tpot_ms
+            and isinstance(theirs, (int, float))
+            and theirs
+            and not record.answer.error
+        ):
             pairs.append((record.timings.tpot_ms, theirs))
     if not pairs:
         return
@@ -325,22 +387,34 @@ def _prefix_cache(name: str, rows: Records) -> Findings:
         shares = [(r.tokens.cached_tokens or 0) / r.tokens.prompt_tokens for r in reported]
         hits = sum(share >= HIT_SHARE for share in shares)
         if own[0].load.prefix == "hit" and hits < HIT_SHARE * len(shares):
-            figures = {"n": len(shares) - hits, "of": len(shares), "median": statistics.median(shares)}
+            figures = {
+                "n": len(shares) - hits,
+                "of": len(shares),
+                "median": statistics.median(shares),
+            }
             yield finding("prefix_cache_dropped", name, workload=workload, **figures)
         elif own[0].load.prefix == "miss" and hits:
             yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=len(shares))
 
 
 def _depth(name: str, rows: Records) -> Findings:
-    for workload, own in _by_workload(r for r in rows if r.load.depth and r.tokens.prompt_tokens).items():
-        depth, prompt = own[0].load.depth or 0, statistics.median(r.tokens.prompt_tokens for r in own)
+    for workload, own in _by_workload(
+        r for r in rows if r.load.depth and r.tokens.prompt_tokens
+    ).items():
+        depth, prompt = (
+            own[0].load.depth or 0,
+            statistics.median(r.tokens.prompt_tokens for r in own),
+        )
         if prompt < DEPTH_SHARE * depth:
             yield finding("depth_not_reached", name, workload=workload, prompt=prompt, depth=depth)
 
 
 def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
     ordered = sorted(rows, key=lambda row: row.workload)
-    return {name: list(group) for name, group in itertools.groupby(ordered, key=lambda row: row.workload)}
+    return {
+        name: list(group)
+        for name, group in itertools.groupby(ordered, key=lambda row: row.workload)
+    }
 
 
 # ---- speculative decoding
@@ -349,7 +423,9 @@ def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]
 def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
     """Return (share of drafted tokens that were accepted, drafted tokens); None where nothing was drafted."""
     tokens = ((r.tokens.drafted_tokens, r.tokens.accepted_tokens) for r in rows)
-    pairs = [(drafted, accepted) for drafted, accepted in tokens if drafted and accepted is not None]
+    pairs = [
+        (drafted, accepted) for drafted, accepted in tokens if drafted and accepted is not None
+    ]
     drafted = sum(d for d, _ in pairs)
     return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
 
@@ -362,10 +438,21 @@ def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
         for workload in sorted(left.keys() & right.keys()):
             x, y = acceptance(left[workload]), acceptance(right[workload])
             if x is not None and y is not None:
-                result = compare(*(measured_values(side[workload], "acceptance") for side in (left, right)))
-                tests.append((a, b, result, {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts}))
+                result = compare(
+                    *(measured_values(side[workload], "acceptance") for side in (left, right))
+                )
+                tests.append(
+                    (
+                        a,
+                        b,
+                        result,
+                        {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts},
+                    )
+                )
     tests.sort(key=lambda t: t[:2])
-    for (a, b, _, figures), p in zip(tests, holm([result.p for _, _, result, _ in tests]), strict=True):
+    for (a, b, _, figures), p in zip(
+        tests, holm([result.p for _, _, result, _ in tests]), strict=True
+    ):
         if p is not None and p < LEVEL:
             yield finding("different_acceptance", a, b, p=p, **figures)
 
@@ -375,14 +462,32 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     from scipy.stats import mannwhitneyu
 
     by_prompt = {w: measured_values(own, "acceptance") for w, own in _by_workload(rows).items()}
-    groups = {w: [statistics.fmean(values) for values in prompts.values()] for w, prompts in by_prompt.items()}
-    groups = {workload: values for workload, values in groups.items() if len(values) >= LEAST_PROMPTS}
+    groups = {
+        w: [statistics.fmean(values) for values in prompts.values()]
+        for w, prompts in by_prompt.items()
+    }
+    groups = {
+        workload: values for workload, values in groups.items() if len(values) >= LEAST_PROMPTS
+    }
     if len(groups) < 2:
         return
-    others = {w: [value for other, values in groups.items() if other != w for value in values] for w in groups}
-    p_values = [float(mannwhitneyu(groups[w], others[w], alternative="less").pvalue) for w in groups]
+    others = {
+        w: [value for other, values in groups.items() if other != w for value in values]
+        for w in groups
+    }
+    p_values = [
+        float(mannwhitneyu(groups[w], others[w], alternative="less").pvalue) for w in groups
+    ]
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
             own, rest = groups[workload], others[workload]
             means = {"own": statistics.fmean(own), "rest": statistics.fmean(rest)}
-            yield finding("acceptance_falls", name, workload=workload, p=p, n_own=len(own), n_rest=len(rest), **means)
+            yield finding(
+                "acceptance_falls",
+                name,
+                workload=workload,
+                p=p,
+                n_own=len(own),
+                n_rest=len(rest),
+                **means,
+            )

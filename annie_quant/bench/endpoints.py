@@ -24,7 +24,16 @@ from annie_quant.core.untrusted import decode_json
 
 Body = dict[str, Any]
 _CHAT_ONLY = ("messages", "tools", "tool_choice", "max_tokens", "stream_options")
-_OLLAMA_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty", "presence_penalty")
+_OLLAMA_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "repeat_penalty",
+    "presence_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ class Endpoint:
 def check(name: str, where: str) -> None:
     """Raise UsageError for an API that is not in ENDPOINTS."""
     if name not in ENDPOINTS:
-        raise UsageError(f"{where}: unknown endpoint {name!r}", f"choose one of: {', '.join(ENDPOINTS)}")
+        raise UsageError(
+            f"{where}: unknown endpoint {name!r}", f"choose one of: {', '.join(ENDPOINTS)}"
+        )
 
 
 def request_body(endpoint: str, chat: Body) -> Body:
@@ -63,7 +74,10 @@ def _functions(chat: Body) -> list[Body]:
 def _calls(message: Body, at: int) -> list[tuple[str, str, object]]:
     """Return (id, name, arguments) of a message's calls. A call without an id gets a generated one, and so does its result."""
     calls = [(c.get("id"), c["function"]) for c in message.get("tool_calls") or ()]
-    return [(own or f"call_{at}_{i}", f["name"], f.get("arguments") or {}) for i, (own, f) in enumerate(calls)]
+    return [
+        (own or f"call_{at}_{i}", f["name"], f.get("arguments") or {})
+        for i, (own, f) in enumerate(calls)
+    ]
 
 
 def _result_id(messages: Sequence[Body], at: int) -> str:
@@ -99,7 +113,10 @@ def _text(value: object) -> str:
 def _completion(chat: Body) -> Body:
     names = {"system": "", "user": "User: ", "assistant": "Assistant: ", "tool": "Result: "}
     lines = [f"{names.get(m['role'], '')}{_text(m.get('content'))}" for m in chat["messages"]]
-    body = _rest(chat) | {"prompt": "\n".join([*lines, "Assistant:"]), "max_tokens": chat["max_tokens"]}
+    body = _rest(chat) | {
+        "prompt": "\n".join([*lines, "Assistant:"]),
+        "max_tokens": chat["max_tokens"],
+    }
     body.pop("chat_template_kwargs", None)
     return body | ({"stream_options": chat["stream_options"]} if "stream_options" in chat else {})
 
@@ -114,7 +131,12 @@ def _responses(chat: Body) -> Body:
             if message.get("content") or not message.get("tool_calls"):
                 items.append(_message_item(message["role"], _text(message.get("content")), at))
             items += [
-                {"type": "function_call", "call_id": call_id, "name": name, "arguments": _json_text(arguments)}
+                {
+                    "type": "function_call",
+                    "call_id": call_id,
+                    "name": name,
+                    "arguments": _json_text(arguments),
+                }
                 for call_id, name, arguments in _calls(message, at)
             ]
     body = _rest(chat) | {"input": items, "max_output_tokens": chat["max_tokens"], "store": False}
@@ -144,15 +166,25 @@ def _messages(chat: Body) -> Body:
         blocks: list[Body] = []
         if role == "tool":
             call_id = _result_id(chat["messages"], at)
-            blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": _text(message.get("content"))}]
+            blocks = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": call_id,
+                    "content": _text(message.get("content")),
+                }
+            ]
             role = "user"
         elif role != "system":
-            blocks = [{"type": "text", "text": text}] if (text := _text(message.get("content"))) else []
+            blocks = (
+                [{"type": "text", "text": text}] if (text := _text(message.get("content"))) else []
+            )
             blocks += [
                 {"type": "tool_use", "id": call_id, "name": name, "input": _arguments(arguments)}
                 for call_id, name, arguments in _calls(message, at)
             ]
-        if blocks and turns and turns[-1]["role"] == role:  # results of several calls are one message
+        if (
+            blocks and turns and turns[-1]["role"] == role
+        ):  # results of several calls are one message
             turns[-1]["content"] += blocks
         elif blocks:
             turns.append({"role": role, "content": blocks})
@@ -183,7 +215,12 @@ def _ollama(chat: Body) -> Body:
         if message["role"] == "tool" and "name" in message:
             message["tool_name"] = message.pop("name")
     options = {name: chat[name] for name in _OLLAMA_OPTIONS if name in chat}
-    body: Body = {"model": chat.get("model", ""), "messages": messages, "stream": True, "think": _thinks(chat)}
+    body: Body = {
+        "model": chat.get("model", ""),
+        "messages": messages,
+        "stream": True,
+        "think": _thinks(chat),
+    }
     body["options"] = options | {"num_predict": chat["max_tokens"]} | (chat.get("options") or {})
     if chat.get("tools"):
         body["tools"] = chat["tools"]

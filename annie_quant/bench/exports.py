@@ -44,15 +44,35 @@ _FORMS: Json = decode_json((ASSETS / "exports.json").read_bytes())
 Figures = Mapping[str, str | float]
 _VLLM_FIGURES: Figures = {"mean": "mean", "median": "median", "std": "std", "p99": 99}
 _AIPERF_FIGURES: Figures = {
-    "avg": "mean", "min": "min", "max": "max", "std": "std", "sum": "sum",
+    "avg": "mean",
+    "min": "min",
+    "max": "max",
+    "std": "std",
+    "sum": "sum",
     **{f"p{at}": at for at in (1, 5, 10, 25, 50, 75, 90, 95, 99)},
-}  # fmt: skip
+}
 _GUIDELLM_FIGURES: Figures = {
-    "mean": "mean", "median": "median", "variance": "var", "std_dev": "std", "min": "min", "max": "max", "total_sum": "sum",
-}  # fmt: skip
+    "mean": "mean",
+    "median": "median",
+    "variance": "var",
+    "std_dev": "std",
+    "min": "min",
+    "max": "max",
+    "total_sum": "sum",
+}
 _GUIDELLM_PERCENTILES: Figures = {
-    "p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99, "p999": 99.9,
-}  # fmt: skip
+    "p001": 0.1,
+    "p01": 1,
+    "p05": 5,
+    "p10": 10,
+    "p25": 25,
+    "p50": 50,
+    "p75": 75,
+    "p90": 90,
+    "p95": 95,
+    "p99": 99,
+    "p999": 99.9,
+}
 
 
 def export(folder: str | os.PathLike[str]) -> list[Path]:
@@ -74,7 +94,11 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
 
 def filled(form: Json, values: Json) -> Json:
     """Return a form with values in it; objects of both are joined."""
-    inner = {k: filled(form[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(form.get(k), dict)}
+    inner = {
+        k: filled(form[k], v)
+        for k, v in values.items()
+        if isinstance(v, dict) and isinstance(form.get(k), dict)
+    }
     return form | values | inner
 
 
@@ -84,7 +108,10 @@ def _figures(values: Iterable[float], figures: Figures) -> dict[str, float]:
     if not data.size:
         return {}
     percentiles = iter(np.percentile(data, [f for f in figures.values() if not isinstance(f, str)]))
-    return {k: float(getattr(np, f)(data) if isinstance(f, str) else next(percentiles)) for k, f in figures.items()}
+    return {
+        k: float(getattr(np, f)(data) if isinstance(f, str) else next(percentiles))
+        for k, f in figures.items()
+    }
 
 
 class _Alone:
@@ -144,7 +171,9 @@ def aiperf(records: Records) -> Json:
         ("output_sequence_length", "tokens"): [r.tokens.completion_tokens or None for r in good],
         ("input_sequence_length", "tokens"): [r.tokens.prompt_tokens or None for r in good],
         ("output_token_throughput_per_user", "tokens/sec/user"): [
-            1e3 / r.timings.tpot_ms for r in good if r.timings.tpot_ms and not r.tokens.tokens_estimated
+            1e3 / r.timings.tpot_ms
+            for r in good
+            if r.timings.tpot_ms and not r.tokens.tokens_estimated
         ],
     }
     totals: dict[tuple[str, str], float | None] = {
@@ -170,7 +199,11 @@ def llama_benchy(bench: Bench, records: Records, name: str) -> Json:
     """
     by_workload: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in _Alone(records).good:
-        if record.tokens.prompt_tokens and record.tokens.completion_tokens and not record.tokens.tokens_estimated:
+        if (
+            record.tokens.prompt_tokens
+            and record.tokens.completion_tokens
+            and not record.tokens.tokens_estimated
+        ):
             by_workload[record.workload].append(record)
     return {
         "version": __version__,
@@ -193,7 +226,9 @@ def _benchy_run(rows: Records) -> Json:
     return {
         "concurrency": 1,
         "context_size": depth,
-        "prompt_size": max(0, round(statistics.median(r.tokens.prompt_tokens for r in rows)) - depth),
+        "prompt_size": max(
+            0, round(statistics.median(r.tokens.prompt_tokens for r in rows)) - depth
+        ),
         "response_size": round(statistics.median(r.tokens.completion_tokens or 0 for r in rows)),
         "is_context_prefill_phase": False,
         "pp_throughput": prefill,
@@ -208,26 +243,41 @@ def _benchy_run(rows: Records) -> Json:
 
 def _benchy_metric(values: Sequence[float | None]) -> Json | None:
     known = [float(value) for value in values if value is not None]
-    return {"mean": statistics.fmean(known), "std": statistics.pstdev(known), "values": known} if known else None
+    return (
+        {"mean": statistics.fmean(known), "std": statistics.pstdev(known), "values": known}
+        if known
+        else None
+    )
 
 
 def original_plan(bench: Bench, records: Records) -> Json:
     """Return the original script's layout: backend → test (one per workload, or turn of it) → runs; gates as "5/5"."""
-    tests: dict[str, dict[str, list[RequestRecord]]] = {name: defaultdict(list) for name in bench.backends}
+    tests: dict[str, dict[str, list[RequestRecord]]] = {
+        name: defaultdict(list) for name in bench.backends
+    }
     conversations = {r.workload for r in records if r.turn}
     for record in records:
         if record.load.alone:
             turn = f"_{record.turn + 1}" if record.workload in conversations else ""
             tests[record.backend][record.workload + turn].append(record)
     config, aggregates = bench.config, bench.aggregates
-    method = {"warmup_runs": config.warmup, "measured_runs": config.runs, "prefix_cache": config.prefix_cache}
+    method = {
+        "warmup_runs": config.warmup,
+        "measured_runs": config.runs,
+        "prefix_cache": config.prefix_cache,
+    }
     result = {
         "date": bench.environment.time,
-        "methodology": method | {"thinking": {name: w.thinking for name, w in config.workloads.items()}},
+        "methodology": method
+        | {"thinking": {name: w.thinking for name, w in config.workloads.items()}},
         "confounds": [c.message for c in aggregates.confounds if c.severity == "confound"],
-        "backends": {n: {"url": s.url, "model": s.model, "runtime": s.runtime} for n, s in bench.backends.items()},
+        "backends": {
+            n: {"url": s.url, "model": s.model, "runtime": s.runtime}
+            for n, s in bench.backends.items()
+        },
         "results": {
-            name: {test: _original_test(rows) for test, rows in sorted(own.items())} for name, own in tests.items()
+            name: {test: _original_test(rows) for test, rows in sorted(own.items())}
+            for name, own in tests.items()
         },
         "quality_gates": {
             name: {gate: f"{result.passes}/{result.n}" for gate, result in side.gates.items()}
@@ -265,13 +315,24 @@ _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run
 
 def guidellm(bench: Bench, records: Records, name: str) -> Json:
     """Return GuideLLM's report of one backend."""
-    alone = sorted((r for r in records if r.load.alone and not r.cold and r.timings.started_unix_s), key=start_of)
+    alone = sorted(
+        (r for r in records if r.load.alone and not r.cold and r.timings.started_unix_s),
+        key=start_of,
+    )
     good = [r for r in alone if not r.answer.error]
     begin = start_of(alone[0]) if alone else 0.0
     end = max((start_of(r) + (r.timings.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
-    totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
+    totals = {
+        "successful": len(good),
+        "errored": len(alone) - len(good),
+        "incomplete": 0,
+        "total": len(alone),
+    }
     identity, environment = bench.backends[name], bench.environment
-    backend = _FORMS["guidellm"]["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
+    backend = _FORMS["guidellm"]["backend"] | {
+        "target": identity.url or "http://localhost",
+        "model": identity.model,
+    }
     run_id = str(uuid.uuid5(_IDS, f"{environment.time}/{name}"))
     config = {"id_": str(uuid.uuid5(_IDS, f"{run_id}/0")), "run_id": run_id, "backend": backend}
     config["requests"] = {"workloads": list(bench.config.workloads)}
@@ -280,12 +341,17 @@ def guidellm(bench: Bench, records: Records, name: str) -> Json:
         "config": config,
         **_scheduler(begin, end, good, totals),
         "metrics": _guidellm_metrics(good, totals, end - begin),
-        "requests": {status: [_guidellm_request(r) for r in rows] for status, rows in requests.items()},
+        "requests": {
+            status: [_guidellm_request(r) for r in rows] for status, rows in requests.items()
+        },
         "start_time": begin,
         "end_time": end,
         "duration": end - begin,
     }
-    spec = {"backend": backend, "constraints": [{"kind": "max_requests", "count": max(1, len(alone))}]}
+    spec = {
+        "backend": backend,
+        "constraints": [{"kind": "max_requests", "count": max(1, len(alone))}],
+    }
     report = {
         "metadata": {"python_version": environment.python, "platform": environment.system},
         "config": {"metadata": {"labels": {"backend": name}}, "spec": spec},
@@ -315,8 +381,14 @@ def _by_status(values: Sequence[float | None]) -> Json:
 
 def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
     counted = [r for r in good if r.tokens.completion_tokens and not r.tokens.tokens_estimated]
-    timed = [(r, r.tokens.completion_tokens or 0, r.timings.e2e_ms) for r in counted if r.timings.e2e_ms]
-    events = [(r, r.tokens.completion_tokens or 0, len(r.timings.itl_ms) + 1) for r in counted if r.timings.itl_ms]
+    timed = [
+        (r, r.tokens.completion_tokens or 0, r.timings.e2e_ms) for r in counted if r.timings.e2e_ms
+    ]
+    events = [
+        (r, r.tokens.completion_tokens or 0, len(r.timings.itl_ms) + 1)
+        for r in counted
+        if r.timings.itl_ms
+    ]
     per_event = [tokens / n for _, tokens, n in events]
     busy_s = sum(r.timings.e2e_ms or 0 for r in good) / 1e3
     counts: dict[str, Sequence[float | None]] = {
@@ -327,23 +399,35 @@ def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
     series: dict[str, Sequence[float | None]] = {
         "requests_per_second": [len(good) / seconds if seconds else 0.0] if good else [],
         "request_concurrency": [busy_s / seconds if seconds else 0.0] if good else [],
-        "request_latency": [None if r.timings.e2e_ms is None else r.timings.e2e_ms / 1e3 for r in good],
-        "request_streaming_iterations_count": [len(r.timings.itl_ms) + 1 for r in good if r.timings.itl_ms],
+        "request_latency": [
+            None if r.timings.e2e_ms is None else r.timings.e2e_ms / 1e3 for r in good
+        ],
+        "request_streaming_iterations_count": [
+            len(r.timings.itl_ms) + 1 for r in good if r.timings.itl_ms
+        ],
         **{f"{side}_token_count": values for side, values in counts.items()},
         "time_to_first_token_ms": [r.timings.first_token_ms for r in good],
         "time_to_first_output_token_ms": [r.timings.first_content_ms for r in good],
         "time_per_output_token_ms": [ms / tokens for _, tokens, ms in timed],
-        "inter_token_latency_ms": [r.timings.tpot_ms for r in good if not r.tokens.tokens_estimated],
+        "inter_token_latency_ms": [
+            r.timings.tpot_ms for r in good if not r.tokens.tokens_estimated
+        ],
         "time_to_last_round_trip_ms": [],
         "avg_round_trip_time_ms": [],
         "prompt_tokens_per_second": [
-            1e3 * r.tokens.prompt_tokens / first for r in good if (first := r.timings.first_token_ms)
+            1e3 * r.tokens.prompt_tokens / first
+            for r in good
+            if (first := r.timings.first_token_ms)
         ],
         "output_tokens_per_second": [1e3 * tokens / ms for _, tokens, ms in timed],
-        "tokens_per_second": [1e3 * (r.tokens.prompt_tokens + tokens) / ms for r, tokens, ms in timed],
+        "tokens_per_second": [
+            1e3 * (r.tokens.prompt_tokens + tokens) / ms for r, tokens, ms in timed
+        ],
         **dict.fromkeys(("output_tokens_per_iteration", "iter_tokens_per_iteration"), per_event),
     }
-    text = {"input" if side == "prompt" else side: _by_status(values) for side, values in counts.items()}
+    text = {
+        "input" if side == "prompt" else side: _by_status(values) for side, values in counts.items()
+    }
     rows = {name: _by_status(values) for name, values in series.items()}
     return {"request_totals": totals, **rows, "text": {"tokens": text}}
 
@@ -354,7 +438,14 @@ def _guidellm_request(record: RequestRecord) -> Json:
     def at(ms: float | None) -> float | None:
         return None if ms is None else start + ms / 1e3
 
-    before = ("targeted_start", "queued", "dequeued", "scheduled_at", "resolve_start", "request_start")
+    before = (
+        "targeted_start",
+        "queued",
+        "dequeued",
+        "scheduled_at",
+        "resolve_start",
+        "request_start",
+    )
     after = ("last_request_iteration", "request_end", "resolve_end", "finalized")
     timings = {
         **dict.fromkeys(before, start),
@@ -391,9 +482,19 @@ def _guidellm_request(record: RequestRecord) -> Json:
 def _scheduler(begin: float, end: float, good: Records, totals: Json) -> Json:
     """Return the state and the metrics of GuideLLM's scheduler, which had nothing to wait for."""
     mean = statistics.fmean(r.timings.e2e_ms or 0.0 for r in good) / 1e3 if good else 0.0
-    names = {"created": "total", "processed": "total", "successful": "successful", "errored": "errored"}
+    names = {
+        "created": "total",
+        "processed": "total",
+        "successful": "successful",
+        "errored": "errored",
+    }
     state = {f"{state}_requests": totals[name] for state, name in names.items()}
-    state |= {"start_time": begin, "end_time": end, "start_requests_time": begin, "end_requests_time": end}
+    state |= {
+        "start_time": begin,
+        "end_time": end,
+        "start_requests_time": begin,
+        "end_requests_time": end,
+    }
     metrics = {
         **dict.fromkeys(("start_time", "request_start_time", "measure_start_time"), begin),
         **dict.fromkeys(("measure_end_time", "request_end_time", "end_time"), end),

@@ -40,9 +40,12 @@ def growth_findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:
     """Return one finding per server whose memory grows."""
     growing = {name: row for name, row in rows.items() if row.grows}
     mb = {
-        n: {"mb": row.bytes_per_hour / 1e6, "low": row.low / 1e6, "high": row.high / 1e6} for n, row in growing.items()
+        n: {"mb": row.bytes_per_hour / 1e6, "low": row.low / 1e6, "high": row.high / 1e6}
+        for n, row in growing.items()
     }
-    return [finding("memory_growth", name, hours=row.hours, **mb[name]) for name, row in growing.items()]
+    return [
+        finding("memory_growth", name, hours=row.hours, **mb[name]) for name, row in growing.items()
+    ]
 
 
 def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
@@ -60,9 +63,26 @@ def _drift_finding(row: Drift) -> Confound:
     slower, after_s = row.shift > 0, row.after_s
     severity, direction = ("fault", "slower") if slower else ("note", "faster")
     after = f"{after_s / 60:.1f} minutes" if after_s >= 90 else f"{after_s:.0f} seconds"
-    words = {"severity": severity, "direction": direction, "after": after, "metric": METRICS[row.metric].title}
-    figures = {"shift": row.shift, "low": row.low, "high": row.high, "p": row.p_holm or row.p, "n": row.n}
-    return finding("throttled" if throttles and slower else "drift", row.backend, causes=causes, **words, **figures)
+    words = {
+        "severity": severity,
+        "direction": direction,
+        "after": after,
+        "metric": METRICS[row.metric].title,
+    }
+    figures = {
+        "shift": row.shift,
+        "low": row.low,
+        "high": row.high,
+        "p": row.p_holm or row.p,
+        "n": row.n,
+    }
+    return finding(
+        "throttled" if throttles and slower else "drift",
+        row.backend,
+        causes=causes,
+        **words,
+        **figures,
+    )
 
 
 def _causes(row: Drift) -> tuple[str, bool]:
@@ -75,16 +95,26 @@ def _causes(row: Drift) -> tuple[str, bool]:
         parts.append(f"the clock fell from {clock[0]:.0f} to {clock[1]:.0f} MHz (p {clock[2]:.2g})")
         throttled = True
     if slower and heat and heat[1] > heat[0]:
-        parts.append(f"the temperature rose from {heat[0]:.0f} to {heat[1]:.0f} °C (p {heat[2]:.2g})")
+        parts.append(
+            f"the temperature rose from {heat[0]:.0f} to {heat[1]:.0f} °C (p {heat[2]:.2g})"
+        )
     if slower and row.throttle and row.throttled_after > row.throttled_before:
-        parts.append(f"the driver reports {row.throttle} in {row.throttled_after:.0%} of the later requests")
+        parts.append(
+            f"the driver reports {row.throttle} in {row.throttled_after:.0%} of the later requests"
+        )
         throttled = True
     if slower and load and load[1] > load[0]:
-        parts.append(f"other work rose from {load[0]:.1f} to {load[1]:.1f} per core (p {load[2]:.2g})")
+        parts.append(
+            f"other work rose from {load[0]:.1f} to {load[1]:.1f} per core (p {load[2]:.2g})"
+        )
     if not parts:
         known = "clock_mhz" in row.machine or row.throttle is not None
-        return ("clocks and temperature did not change with it" if known else "clocks were not recorded"), False
-    return ("the machine throttled: " if throttled else "at the same time ") + ", ".join(parts), throttled
+        return (
+            "clocks and temperature did not change with it" if known else "clocks were not recorded"
+        ), False
+    return ("the machine throttled: " if throttled else "at the same time ") + ", ".join(
+        parts
+    ), throttled
 
 
 def depth_findings(rows: Sequence[DepthRow]) -> list[Confound]:
@@ -100,10 +130,18 @@ def _depth_finding(row: DepthRow) -> Confound:
     slower, other = (row.b, row.a) if row.growth > 0 else (row.a, row.b)
     ratios = [row.ratio, row.low, row.high, row.shallow, row.shallow_low, row.shallow_high]
     if slower == row.a:
-        ratios = [1 / x for x in (row.ratio, row.high, row.low, row.shallow, row.shallow_high, row.shallow_low)]
+        ratios = [
+            1 / x
+            for x in (row.ratio, row.high, row.low, row.shallow, row.shallow_high, row.shallow_low)
+        ]
     deep, low, high, shallow, shallow_low, shallow_high = (ratio - 1 for ratio in ratios)
-    only = shallow_low - LEAST_SHIFT <= 0 <= shallow_high + LEAST_SHIFT and abs(shallow) < LEAST_SHIFT
-    words = {"slower": "slower only" if only else "slower, relative to short prompts,", "other": other}
+    only = (
+        shallow_low - LEAST_SHIFT <= 0 <= shallow_high + LEAST_SHIFT and abs(shallow) < LEAST_SHIFT
+    )
+    words = {
+        "slower": "slower only" if only else "slower, relative to short prompts,",
+        "other": other,
+    }
     words |= {
         "metric": METRICS[row.metric].title,
         "depth": _tokens(row.depth),

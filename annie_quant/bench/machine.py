@@ -53,7 +53,9 @@ def new_probe(on_gpu: bool) -> GpuProbe | CpuProbe:
 
 def _weight(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and block scales of a matrix, uint8."""
-    codes = np.arange(shape[0] * shape[1] // 2, dtype=np.uint32).astype(np.uint8).reshape(shape[0], -1)
+    codes = (
+        np.arange(shape[0] * shape[1] // 2, dtype=np.uint32).astype(np.uint8).reshape(shape[0], -1)
+    )
     return codes, np.full((shape[0], shape[1] // 16), 0x38, np.uint8)
 
 
@@ -69,7 +71,9 @@ class CpuProbe:
 
     def time_ms(self) -> float:
         """Return the time of one product."""
-        return 1e3 * min(timeit.repeat(lambda: nvfp4.gemv(self._x, self._weight), number=1, repeat=REPEATS))
+        return 1e3 * min(
+            timeit.repeat(lambda: nvfp4.gemv(self._x, self._weight), number=1, repeat=REPEATS)
+        )
 
 
 class GpuProbe:
@@ -97,7 +101,10 @@ class GpuProbe:
 
     def time_ms(self) -> float:
         """Return the time of one product. Raises RuntimeError where the GPU fails."""
-        return min(native().graph_time(self._graph, self._stream) for _ in range(REPEATS)) / self._products
+        return (
+            min(native().graph_time(self._graph, self._stream) for _ in range(REPEATS))
+            / self._products
+        )
 
 
 FILE = "machine.jsonl"
@@ -174,7 +181,9 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 def _decode(folder: Path, lines: Iterable[tuple[int, bytes]]) -> list[Sample]:
-    return [documents.decode(Sample, line, f"{folder / FILE}: line {number}") for number, line in lines]
+    return [
+        documents.decode(Sample, line, f"{folder / FILE}: line {number}") for number, line in lines
+    ]
 
 
 # ---- another state
@@ -184,14 +193,21 @@ def unsteady(samples: Sequence[Sample]) -> list[MachineSpan]:
     """Return the spans in which the machine was in another state than in most of the run, in order."""
     usual = Counter(s.probe for s in samples).most_common(1)[0][0] if samples else ""
     spans = [
-        *_changes([s for s in samples if s.probe == usual], "probe_ms", "the probe took {:.0%} {}", ("longer", "less")),
+        *_changes(
+            [s for s in samples if s.probe == usual],
+            "probe_ms",
+            "the probe took {:.0%} {}",
+            ("longer", "less"),
+        ),
         *_changes(samples, "clock_mhz", "the clock was {:.0%} {}", ("higher", "lower")),
         *_limits(samples),
     ]
     return sorted(spans, key=lambda span: span.start_unix_s)
 
 
-def _changes(samples: Sequence[Sample], field: str, text: str, words: tuple[str, str]) -> list[MachineSpan]:
+def _changes(
+    samples: Sequence[Sample], field: str, text: str, words: tuple[str, str]
+) -> list[MachineSpan]:
     rows = [(s.time_unix_s, value) for s in samples if (value := getattr(s, field))]
     if len(rows) < LEAST_SAMPLES:
         return []
@@ -224,7 +240,10 @@ def _limits(samples: Sequence[Sample]) -> list[MachineSpan]:
     usual = Counter(s.throttle for s in samples).most_common(1)[0][0]
     times = [s.time_unix_s for s in samples]
     flags = np.array([s.throttle is not None and s.throttle != usual for s in samples])
-    return [_span(times, a, b - 1, f"the driver reported {samples[a].throttle}") for a, b in _runs(flags)]
+    return [
+        _span(times, a, b - 1, f"the driver reported {samples[a].throttle}")
+        for a, b in _runs(flags)
+    ]
 
 
 def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -248,7 +267,9 @@ def mark(records: Iterable[RequestRecord], spans: Sequence[MachineSpan]) -> list
     for record in records:
         start = math.inf if record.timings.started_unix_s is None else record.timings.started_unix_s
         end = start + (record.timings.e2e_ms or 0.0) / 1e3
-        record.load.invalid = next((s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None)
+        record.load.invalid = next(
+            (s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None
+        )
         if record.load.invalid is not None:
             marked.append(record)
     return marked
@@ -286,12 +307,16 @@ def findings(state: MachineState | None, requests: int, backends: Sequence[str])
         return []
     causes = "; ".join(dict.fromkeys(span.cause for span in state.spans))[:300]
     if state.left:
-        return [finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)]
+        return [
+            finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)
+        ]
     seconds, end = 0.0, 0.0
     for span in state.spans:  # in order of their start; they may overlap
         seconds += max(0.0, span.end_unix_s - max(span.start_unix_s, end))
         end = max(end, span.end_unix_s)
-    return [finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)]
+    return [
+        finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)
+    ]
 
 
 def unequal(stored: MachineState | None, new: MachineState | None) -> str:

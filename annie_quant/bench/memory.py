@@ -48,7 +48,9 @@ class PeakMemory:
 
     def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
         self.pid, self.every_s, self.highest = pid, every_s, sample(pid)
-        self.trace: list[tuple[float, float]] = []  # (Unix time in seconds, bytes), evenly spaced over the whole run
+        self.trace: list[
+            tuple[float, float]
+        ] = []  # (Unix time in seconds, bytes), evenly spaced over the whole run
         self._samples, self._stride = 0, 1  # every _stride-th sample is in the trace
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -135,7 +137,9 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     low, high = np.quantile([slope(points[places]) for places in picked], [0.025, 0.975]).tolist()
     least = max(LEAST_BYTES, LEAST_SHARE * float(np.median(points[:, 1])))
     grows = bool(low > 0 and rate * hours > least)
-    return MemoryGrowth(bytes_per_hour=rate, low=low, high=high, hours=float(hours), samples=len(data), grows=grows)
+    return MemoryGrowth(
+        bytes_per_hour=rate, low=low, high=high, hours=float(hours), samples=len(data), grows=grows
+    )
 
 
 def slope(points: object) -> float:

@@ -28,7 +28,15 @@ from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestLoad, RequestRecord, Roles
+from annie_quant.documents import (
+    BenchConfig,
+    Load,
+    PairedGate,
+    PairedResult,
+    RequestLoad,
+    RequestRecord,
+    Roles,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.library import build_workload, load_workloads
@@ -80,9 +88,15 @@ def plan_benchmark(
     loads = [*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)]
     used = [load for load in loads if any(applies(load, w) for w in loaded)]
     used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
-    elsewhere = reference if reference_run is not None and reference not in [b.name for b in backends] else None
+    elsewhere = (
+        reference
+        if reference_run is not None and reference not in [b.name for b in backends]
+        else None
+    )
     config = BenchConfig(
-        roles=Roles(candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent),
+        roles=Roles(
+            candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent
+        ),
         backends=[b.settings for b in backends],
         loads=used,
         workloads={w.name: workload_settings(w) for w in loaded},
@@ -98,7 +112,9 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
     if not names:
         raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
     if len(set(names)) < len(names):
-        raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
+        raise UsageError(
+            f"two backends have the same name: {', '.join(names)}", "give each its own"
+        )
     decision.assign(names, {}, config.roles)  # raises for a role that names no side
     if not config.workloads:
         raise UsageError("no workload to measure", "name one: --workloads greeting")
@@ -109,7 +125,9 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
     for backend in config.backends:
         endpoint = endpoints.ENDPOINTS[backend.endpoint]
-        if not endpoint.with_tools and (tools := [w.name for w in workloads if any(w.tools_for(c) for c in w.cases)]):
+        if not endpoint.with_tools and (
+            tools := [w.name for w in workloads if any(w.tools_for(c) for c in w.cases)]
+        ):
             raise UsageError(
                 f"backend {backend.name!r}: the {backend.endpoint} endpoint cannot offer tools, and {tools[0]} has some",
                 "choose --workloads without tools, or another endpoint",
@@ -133,7 +151,9 @@ class Visit:
 
     def ids(self, case: Case, repeat: int) -> list[str]:
         """Return a record's id for each turn."""
-        load = self.load.label.replace("/", "p")  # "@2ps" of "@2/s": a "/" separates the parts of an id
+        load = self.load.label.replace(
+            "/", "p"
+        )  # "@2ps" of "@2/s": a "/" separates the parts of an id
         name = f"{self.backend}/{self.workload.name}{load}"
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
 
@@ -167,7 +187,9 @@ def fits(visit: Visit, most: float | None) -> bool:
         return True
     sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
     tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
-    return (workload.context.tokens if workload.context else 0) + tokens + workload.max_tokens <= most
+    return (
+        workload.context.tokens if workload.context else 0
+    ) + tokens + workload.max_tokens <= most
 
 
 def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
@@ -180,12 +202,18 @@ def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
     return [workload.cases[i] for i in sorted(picked)]
 
 
-def planned_visits(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+def planned_visits(
+    backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig
+) -> list[Visit]:
     """Return all measured visits in order. The same arguments give the same plan, so that a run can be resumed."""
-    return [visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)]
+    return [
+        visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)
+    ]
 
 
-def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig, load: Load) -> list[Visit]:
+def _plan_load(
+    backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig, load: Load
+) -> list[Visit]:
     rng = random.Random(f"{config.seed}/{load.label}")
     together = load.concurrency or OPEN_LOOP_REQUESTS
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
@@ -195,7 +223,9 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
         if load.trace_speed is None:
             requests += [(case, config.runs) for case in measured_again(chosen, config)]
             rng.shuffle(requests)
-        groups += [(workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)]
+        groups += [
+            (workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)
+        ]
     if load.trace_speed is None:
         rng.shuffle(groups)
     visits = []
@@ -210,10 +240,14 @@ def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
     """Return the cases that get one measurement more than config.runs: the A/A measurement of runs without repeats."""
     if config.runs > 1:
         return []
-    return random.Random(f"{config.seed}/again").sample(list(chosen), int(len(chosen) * config.noise_share))
+    return random.Random(f"{config.seed}/again").sample(
+        list(chosen), int(len(chosen) * config.noise_share)
+    )
 
 
-def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+def warmups(
+    backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig
+) -> list[Visit]:
     """Return config.warmup requests per backend and workload, sent before anything is measured and never counted.
 
     Of an agent's conversation it is the first request.
@@ -247,7 +281,9 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
     if load.trace_speed is not None:
         return stream.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
     if load.rate_per_s is None:
-        return [case.wait_s or 0.0 for case in cases] if any(case.wait_s for case in cases) else None
+        return (
+            [case.wait_s or 0.0 for case in cases] if any(case.wait_s for case in cases) else None
+        )
     seed = int(sha256_text("\n".join(prompts))[:8], 16)
     return stream.poisson(len(prompts), load.rate_per_s, seed)
 
@@ -272,19 +308,30 @@ def sized(
     prompt_tokens: sends a chat completion's body and returns usage.prompt_tokens; None leaves the workloads' own figure.
     """
     if not any(
-        w.context is not None and (w.context.tokens or any(c.blocks or c.steps for c in w.cases)) for w in workloads
+        w.context is not None and (w.context.tokens or any(c.blocks or c.steps for c in w.cases))
+        for w in workloads
     ):
         return list(workloads)
     path = folder / "context.json"
     if not path.exists():
-        case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
-        sample = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
+        case = {
+            "id": "words",
+            "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}],
+        }
+        sample = build_workload(
+            {"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]}
+        )
         tokens = prompt_tokens(sample.request(sample.cases[0]))
         if not tokens:
             return list(workloads)
-        documents.write(path, ContextSize(words_per_token=min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))))
+        documents.write(
+            path, ContextSize(words_per_token=min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens)))
+        )
     size = {"words_per_token": documents.decode(ContextSize, path).words_per_token}
-    return [replace(w, context=msgspec.structs.replace(w.context, **size)) if w.context else w for w in workloads]
+    return [
+        replace(w, context=msgspec.structs.replace(w.context, **size)) if w.context else w
+        for w in workloads
+    ]
 
 
 # ---- when to stop early without more false findings: interim looks (group-sequential), of which the early ones use little alpha
@@ -308,7 +355,10 @@ def looks(visits: int, block: int) -> list[int]:
 
 
 def open_questions(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
+    records: Sequence[RequestRecord],
+    backends: Sequence[str],
+    greedy: Collection[str],
+    roles: Roles | None = None,
 ) -> list[str]:
     """Return what the records cannot decide yet; empty when everything is decided.
 
@@ -316,7 +366,9 @@ def open_questions(
     """
     undecided = [*_open_gates(records, backends, greedy, roles)]
     times = [*compared_times(records, backends, confidence=1 - LEVEL)]
-    for (a, b, metric, result), p in zip(times, holm([result.p for *_, result in times]), strict=True):
+    for (a, b, metric, result), p in zip(
+        times, holm([result.p for *_, result in times]), strict=True
+    ):
         if not (p is not None and p < LEVEL) and not _equivalent(result):
             undecided.append(f"{a} against {b}: {metric}")
     return undecided
@@ -329,13 +381,18 @@ def compared_times(
     fit = [r for r in timed(records) if r.load.alone]
     for a, b in itertools.combinations(backends, 2):
         for metric in METRICS:
-            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
+            x, y = (
+                values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b)
+            )
             if x and y:
                 yield a, b, metric, compare(x, y, confidence=confidence)
 
 
 def paired_gates(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
+    records: Sequence[RequestRecord],
+    backends: Sequence[str],
+    greedy: Collection[str],
+    roles: Roles | None,
 ) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
     """Yield each backend that has a reference, with its judged gates that decide."""
     roles = roles or decision.assign(backends, {})
@@ -349,7 +406,10 @@ def paired_gates(
 
 
 def _open_gates(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
+    records: Sequence[RequestRecord],
+    backends: Sequence[str],
+    greedy: Collection[str],
+    roles: Roles | None,
 ) -> Iterator[str]:
     for name, gates in paired_gates(records, backends, greedy, roles):
         for gate, pair in gates.items():
@@ -357,7 +417,9 @@ def _open_gates(
                 yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
     if len(backends) == 1:
         name = backends[0]
-        for gate, (passes, n) in gate_counts([r for r in records if r.backend == name], greedy).items():
+        for gate, (passes, n) in gate_counts(
+            [r for r in records if r.backend == name], greedy
+        ).items():
             if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
                 yield f"{name}: {gate} ({passes} of {n})"
 

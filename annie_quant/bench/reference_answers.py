@@ -37,11 +37,15 @@ def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Wo
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
     if reason := documents.incomplete(answer.error, answer.finish_reason):
         # A rule about the text, not a rate, applies to every answer.
-        rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
+        rules = {
+            gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided
+        }
         applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
         faults = {gate: faults[gate] or reason for gate in applying}
     checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
-    described = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
+    described = {
+        gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided
+    }
     if workload.name.startswith(LADDER):
         right = all(checks.get(gate, True) for gate in workload.gates)
         record.judgement = Judgement(faults=described, right=right)
@@ -58,10 +62,16 @@ def judge_scenario(record: RequestRecord, played: Played) -> None:
         finish_reason="stop",
     )
     record.timings.e2e_ms = 1e3 * played.duration_s
-    record.judgement = Judgement(checks={GATE: passed}, faults={} if passed else {GATE: played.summary})
+    record.judgement = Judgement(
+        checks={GATE: passed}, faults={} if passed else {GATE: played.summary}
+    )
 
 
-def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], reference: Sequence[RequestRecord]) -> bool:
+def mark(
+    records: Sequence[RequestRecord],
+    workloads: Sequence[Workload],
+    reference: Sequence[RequestRecord],
+) -> bool:
     """Set the checks of `records` and of `reference` that compare with bf16's answers. Return whether any of `records` changed.
 
     reference: bf16's records, of this run (then they are among `records`) or of an earlier one.
@@ -80,7 +90,9 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())
-        unstable |= {(key, gate) for gate in REFERENCE_GATES if record.judgement.checks.get(gate) is False}
+        unstable |= {
+            (key, gate) for gate in REFERENCE_GATES if record.judgement.checks.get(gate) is False
+        }
     for record, key in [*own, *keyed([r for r in records if (r.workload, r.case) in cases])]:
         _check(record, key, cases, answers, unstable)
     return before != [(r.judgement.checks, r.judgement.faults) for r in records]
@@ -115,7 +127,9 @@ def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
     conversations: dict[str, dict[int, str]] = {}
     measured = [r for r in records if not r.warmup]
     for record in measured:
-        answer = json.dumps([record.answer.text.strip(), [normalized_call(c) for c in record.answer.tool_calls]])
+        answer = json.dumps(
+            [record.answer.text.strip(), [normalized_call(c) for c in record.answer.tool_calls]]
+        )
         conversations.setdefault(_conversation(record), {})[record.turn] = answer
     result = []
     for record in measured:
@@ -132,7 +146,9 @@ def _conversation(record: RequestRecord) -> str:
 # ---- an earlier run
 
 
-def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stated: str | None = None) -> int:
+def store_reference(
+    run: Path, folder: Path, workloads: Sequence[Workload], stated: str | None = None
+) -> int:
     """Copy bf16's records of an earlier run into `folder`, those of prompts that are in `workloads` unchanged. Return how many.
 
     stated: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
@@ -143,7 +159,8 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stat
     if name not in names:
         problem = f"no side {name!r}" if name else "no side that is known to be bf16"
         raise UsageError(
-            f"--reference-run {run}: it has {problem}", f"add --reference NAME, one of: {', '.join(names)}"
+            f"--reference-run {run}: it has {problem}",
+            f"add --reference NAME, one of: {', '.join(names)}",
         )
     now = dict(contents(complete_workload(w) for w in workloads))
     same = {key for key, content in contents(inputs.workloads) if now.get(key) == content}
@@ -164,7 +181,9 @@ def contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str
     for workload in workloads:
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
         for case in workload.cases:
-            content = documents.SentCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
+            content = documents.SentCase(
+                id=case.id, messages=case.messages, turns=case.turns, tools=case.tools
+            )
             yield (workload.name, case.id), documents.encode([settings, content])
 
 

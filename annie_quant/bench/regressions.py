@@ -18,7 +18,15 @@ from annie_quant.bench.machine import unequal
 from annie_quant.bench.reference_answers import contents
 from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import AdjustedResult, Inputs, PairedGate, PooledGates, RequestRecord, Standing, read_bench
+from annie_quant.documents import (
+    AdjustedResult,
+    Inputs,
+    PairedGate,
+    PooledGates,
+    RequestRecord,
+    Standing,
+    read_bench,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
@@ -81,12 +89,19 @@ def regression(
     folders = [Path(before), Path(after)]
     runs = [read_bench(folder) for folder in folders]
     greedy = [run.config.greedy for run in runs]
-    read = ([*read_records(folder / "records.jsonl"), *read_unanswered(folder)] for folder in folders)
+    read = (
+        [*read_records(folder / "records.jsonl"), *read_unanswered(folder)] for folder in folders
+    )
     measured = [[r for r in side if not r.warmup] for side in read]
     measured, left_out = _same_prompts(folders, measured)
-    by_side = [{n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}} for side in measured]
+    by_side = [
+        {n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}}
+        for side in measured
+    ]
     shared = [name for name in by_side[0] if name in by_side[1]]
-    if not {(r.backend, r.prompt) for r in measured[0]} & {(r.backend, r.prompt) for r in measured[1]}:
+    if not {(r.backend, r.prompt) for r in measured[0]} & {
+        (r.backend, r.prompt) for r in measured[1]
+    }:
         problem = f"; {len(left_out)} ids have another content" if left_out else ""
         raise UsageError(
             f"{before} and {after} share no backend, workload and prompt{problem}",
@@ -126,7 +141,9 @@ def _same_prompts(
     before, after = _contents(folders, measured)
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
     same = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
-    if not all(r.prompt_sha256 for side in same for r in side):  # a run of version 0.2.0 or older: its ids are compared
+    if not all(
+        r.prompt_sha256 for side in same for r in side
+    ):  # a run of version 0.2.0 or older: its ids are compared
         for record in itertools.chain(*same):
             record.prompt_sha256 = ""
     return same, sorted(f"{workload}/{case}" for workload, case in changed)
@@ -140,8 +157,13 @@ def _contents(
         return tuple({(r.workload, r.case): r.prompt_sha256 for r in side} for side in measured)
     for folder in folders:
         if not (folder / "inputs.json").is_file():
-            raise UsageError(f"{folder} has no inputs.json, so its prompts cannot be compared", "measure it again")
-    inputs = [documents.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders]
+            raise UsageError(
+                f"{folder} has no inputs.json, so its prompts cannot be compared",
+                "measure it again",
+            )
+    inputs = [
+        documents.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders
+    ]
     return tuple(dict(contents(file.workloads)) for file in inputs)
 
 
@@ -150,10 +172,16 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[M
     changes = []
     for label in before:
         for metric in COMPARED if label in after else ():
-            result = compare(values_by_prompt(before[label], metric), values_by_prompt(after[label], metric))
+            result = compare(
+                values_by_prompt(before[label], metric), values_by_prompt(after[label], metric)
+            )
             if result.median_a and result.median_difference is not None:
-                figures = msgspec.structs.asdict(result) | {"change": result.median_difference / result.median_a}
-                changes.append(MetricChange(backend=backend, workload=label, metric=metric, **figures))
+                figures = msgspec.structs.asdict(result) | {
+                    "change": result.median_difference / result.median_a
+                }
+                changes.append(
+                    MetricChange(backend=backend, workload=label, metric=metric, **figures)
+                )
     return changes
 
 
@@ -161,9 +189,14 @@ def _gates_lost(
     before: Mapping[str, CheckedPrompts], after: Mapping[str, CheckedPrompts]
 ) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/rule.py)."""
-    pairs = {name: pair_by_prompt(rows, after[name], bf16=False) for name, rows in before.items() if name in after}
+    pairs = {
+        name: pair_by_prompt(rows, after[name], bf16=False)
+        for name, rows in before.items()
+        if name in after
+    }
     gates, pooled = decision.judge_gates(
-        {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}
+        {name: own for name, (own, _) in pairs.items()},
+        {name: together for name, (_, together) in pairs.items()},
     )
     lost = [
         LostGate(backend=name, gate=gate, pair=pair)
@@ -181,7 +214,10 @@ def losses(result: Regression) -> list[str]:
         f"({row.change:+.1%}, p {row.p_holm:.2g} after Holm, {row.n_prompts} prompts)"
         for row in result.worse
     ]
-    lines += [f"no answer: {backend} failed every request, and answered in the stored run" for backend in result.silent]
+    lines += [
+        f"no answer: {backend} failed every request, and answered in the stored run"
+        for backend in result.silent
+    ]
     return lines + [
         f"gate lost: {lost.backend} {lost.gate}, {lost.pair.lost} lost and {lost.pair.won} won of {lost.pair.n} answers "
         f"(p {lost.pair.p_holm or lost.pair.p:.2g})"

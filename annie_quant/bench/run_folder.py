@@ -26,15 +26,25 @@ from annie_quant.documents import BenchConfig, Inputs, RequestRecord, SentWorklo
 from annie_quant.judge.workloads import Workload
 
 RUN_FILES = (
-    "records.jsonl", "unanswered.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json",
-    "memory_trace.json", "machine.jsonl",
-)  # fmt: skip
+    "records.jsonl",
+    "unanswered.jsonl",
+    "inputs.json",
+    "bench.json",
+    "memory.json",
+    "reference.jsonl",
+    "context.json",
+    "memory_trace.json",
+    "machine.jsonl",
+)
 
 
 def workload_settings(workload: Workload) -> WorkloadSettings:
     """Return what a run records of a workload, with a hash of all that is sent and expected."""
     content: list[Any] = [
-        [list(c.turns) if c.turns else list(c.blocks) if c.blocks else workload.request(c), dict(c.expect)]
+        [
+            list(c.turns) if c.turns else list(c.blocks) if c.blocks else workload.request(c),
+            dict(c.expect),
+        ]
         for case in workload.cases
         for c in case.steps or (case,)
     ]
@@ -47,7 +57,9 @@ def workload_settings(workload: Workload) -> WorkloadSettings:
     return settings
 
 
-def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Workload], resume: bool) -> None:
+def prepare_folder(
+    folder: Path, config: BenchConfig, workloads: Sequence[Workload], resume: bool
+) -> None:
     """Write inputs.json. Without `resume`, delete the earlier run in the folder.
 
     Raises UsageError where the folder has records of a benchmark with other settings and `resume` is set. A benchmark that
@@ -59,23 +71,36 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
         shutil.rmtree(folder / "streams", ignore_errors=True)
         for name in RUN_FILES:
             (folder / name).unlink(missing_ok=True)
-    elif inputs.exists() and (records := folder / "records.jsonl").is_file() and records.stat().st_size:
+    elif (
+        inputs.exists()
+        and (records := folder / "records.jsonl").is_file()
+        and records.stat().st_size
+    ):
         try:
             changed = config.differences(documents.decode(Inputs, inputs).config)
         except AnnieError:
             changed = ["inputs.json cannot be read"]
         if changed:
-            old = shlex.join(str(folder / name) for name in ("records.jsonl", "streams") if (folder / name).exists())
+            old = shlex.join(
+                str(folder / name)
+                for name in ("records.jsonl", "streams")
+                if (folder / name).exists()
+            )
             raise UsageError(
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
                 f"choose another --output, or delete its records to start again: rm -r {old}",
             )
-    documents.write(inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads]))
+    documents.write(
+        inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads])
+    )
 
 
 def complete_workload(workload: Workload) -> SentWorkload:
     """Return all that a run sends and expects."""
-    cases = tuple(replace(case, tools=tuple(workload.tools_for(case) or ()) or None) for case in workload.cases)
+    cases = tuple(
+        replace(case, tools=tuple(workload.tools_for(case) or ()) or None)
+        for case in workload.cases
+    )
     sent = replace(workload, system=workload.system_prompt, cases=cases)
     return msgspec.convert(sent, SentWorkload, from_attributes=True)
 
@@ -128,7 +153,9 @@ def valid_records(rows: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:
-    return [documents.decode_record(line, f"{path}: line {number}", _HINT) for number, line in lines]
+    return [
+        documents.decode_record(line, f"{path}: line {number}", _HINT) for number, line in lines
+    ]
 
 
 UNANSWERED = "unanswered.jsonl"

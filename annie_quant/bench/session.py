@@ -99,17 +99,25 @@ class Session:
         self.progress, self.on_record = progress, on_record
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
-        self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
+        self.sized: dict[
+            str, Workload
+        ] = {}  # those with a context, fitted to the models' tokenizer
         # The backend whose request in flight at the end of the budget had taken far longer than its others.
         self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
-        self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
-        self.machine = machine.Monitor(self.folder, not records.rows, any(b.is_local for b in plan.backends))
+        self.done: dict[
+            str, RequestRecord
+        ] = {}  # the last measurement of each request, but those to measure again
+        self.machine = machine.Monitor(
+            self.folder, not records.rows, any(b.is_local for b in plan.backends)
+        )
         self.marked = any(r.load.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.sender = Sender(self.config, self.session, self.identities)
-        self.memory = memory.ServerMemory(plan.backends if self.config.with_memory else (), self.folder)
+        self.memory = memory.ServerMemory(
+            plan.backends if self.config.with_memory else (), self.folder
+        )
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
 
     def run(self) -> Ended:
@@ -124,7 +132,9 @@ class Session:
             ended = self._pass(visits)
             if not (again := self._take_back(visits)) or ended.unasked or ended.stopped:
                 return ended
-            self.progress.message(f"the machine was in another state during {again} requests: they are measured again")
+            self.progress.message(
+                f"the machine was in another state during {again} requests: they are measured again"
+            )
             self.unique = secrets.token_hex(4)
 
     def _take_back(self, visits: Sequence[planning.Visit]) -> int:
@@ -152,7 +162,11 @@ class Session:
         """Send the visits that are not done."""
         run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
-        left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
+        left = [
+            v
+            for v in visits
+            if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))
+        ]
         looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
         # Only at a planned look, even where a run is resumed: the levels allow for no further look.
@@ -163,17 +177,24 @@ class Session:
             self._identify(smoke=bool(left))
         except BudgetEnded:
             return self._budget_ended(left)
-        left, beyond = [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)], len(left)
+        left, beyond = (
+            [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)],
+            len(left),
+        )
         done_before += beyond - len(left)
         names_left = {v.workload.name for v in left}
-        warm = planning.warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
+        warm = planning.warmups(
+            names, [w for w in self.workloads if w.name in names_left], self.config
+        )
         total = len(warm) + len(visits)
         for index, visit in enumerate([*warm, *left]):
             done = done_before + max(0, index - len(warm))
             if done in looks and index > len(warm) and self._decided():
                 self.progress.update(total, total)
                 return self._stopped(len(visits) - done, done, looks)
-            self.progress.update(done_before + index, total, f"{visit.backend} · {visit.workload.name}")
+            self.progress.update(
+                done_before + index, total, f"{visit.backend} · {visit.workload.name}"
+            )
             try:
                 self._visit(visit)
             except BudgetEnded:
@@ -184,12 +205,19 @@ class Session:
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
-        hung = [(visit, *case) for visit in unasked if visit.backend == self.hung for case in visit.cases]
+        hung = [
+            (visit, *case)
+            for visit in unasked
+            if visit.backend == self.hung
+            for case in visit.cases
+        ]
         for visit, case, repeat in hung:
             for turn in range(case.n_turns):
                 record = self._new_record(visit, case, repeat, turn, cold=False)
                 if record.id not in self.done and not (rows and self.config.sustained):
-                    record.answer.cause, record.answer.error = run_folder.UNANSWERED_CAUSES[bool(rows)]
+                    record.answer.cause, record.answer.error = run_folder.UNANSWERED_CAUSES[
+                        bool(rows)
+                    ]
                     judge_record(record, Answer(error=record.answer.error), case, visit.workload)
                     rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
@@ -198,7 +226,9 @@ class Session:
     @property
     def roles(self) -> Roles:
         """The roles, from what the user named and from the formats of the weights as far as they are known now."""
-        formats = {name: identity.format for name, identity in self.identities.items() if identity.format}
+        formats = {
+            name: identity.format for name, identity in self.identities.items() if identity.format
+        }
         return decision.assign(list(self.backends), formats, self.config.roles)
 
     def compare_with_reference(self) -> bool:
@@ -214,7 +244,9 @@ class Session:
         )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = documents.EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
+        stopped = documents.EarlyStop(
+            look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL
+        )
         return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
 
     def _identify(self, smoke: bool) -> None:
@@ -229,16 +261,22 @@ class Session:
                     "start it, then run the same command: finished requests are kept",
                 ) from error
             if smoke:
-                question = planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True)
+                question = planning.Visit(
+                    -1, name, workload, ((workload.cases[0], self.session),), warmup=True
+                )
                 self._visit(question, cold=True)
         if smoke:
-            self.sized = {w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)}
+            self.sized = {
+                w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)
+            }
 
     def _prompt_tokens(self, body: JsonObject) -> int | None:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
         backend = next(iter(self.backends.values()))
         model = self._model(backend.name)
-        timings = self._send(backend, [PlannedRequest("context", body | ({"model": model} if model else {}))])
+        timings = self._send(
+            backend, [PlannedRequest("context", body | ({"model": model} if model else {}))]
+        )
         usage = next(answer["usage"] for answer in timings.records() if answer["tag"] == "context")
         return integer((usage or {}).get("prompt_tokens"))
 
@@ -252,7 +290,11 @@ class Session:
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
-            parts = [part for part in zip(histories, visit.cases, strict=True) if turn < part[1][0].n_turns]
+            parts = [
+                part
+                for part in zip(histories, visit.cases, strict=True)
+                if turn < part[1][0].n_turns
+            ]
             for history, (case, repeat) in parts:
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
@@ -265,7 +307,11 @@ class Session:
                     of_case = trace if case.blocks or case.steps else f"{visit.block} {case.id}"
                     unique = f"{self.unique} {repeat} {of_case}"
                     body = workload.request(case, turn, history, record.model, unique)
-                    turns.append(TurnRequest(tag=record.id, body=body, record=record, case=case, history=history))
+                    turns.append(
+                        TurnRequest(
+                            tag=record.id, body=body, record=record, case=case, history=history
+                        )
+                    )
             if turns:
                 self._measure(visit, turns)
 
@@ -275,26 +321,36 @@ class Session:
         if record.id in self.done:
             return
         self.machine.sample()
-        backend, timeout_s = self.backends[visit.backend], self.sender.timeout_s(self.config.timeout_s)
+        backend, timeout_s = (
+            self.backends[visit.backend],
+            self.sender.timeout_s(self.config.timeout_s),
+        )
         started_at, started_s = _now(), time.time()
         key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
         played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
         if played.error and not alive(backend):
-            raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
+            raise ServerError(
+                f"backend {backend.name!r} at {backend.public_url} went away: {played.error}"
+            )
         record.load.started_at, record.timings.started_unix_s = started_at, started_s
         judge_scenario(record, played)
         self.records.append(record)
         self.done[record.id] = record
         self.on_record(record)
 
-    def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
+    def _new_record(
+        self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool
+    ) -> RequestRecord:
         prompt = visit.workload.name, case.id
         if prompt not in self.digests:
             self.digests[prompt] = judge.prompt_sha256(case, visit.workload)
         record = visit.record(case, repeat, turn)
         if visit.warmup:
             record.id += f"#warm{self.session}"
-        record.model, record.load.endpoint = self._model(visit.backend), self.backends[visit.backend].endpoint
+        record.model, record.load.endpoint = (
+            self._model(visit.backend),
+            self.backends[visit.backend].endpoint,
+        )
         record.session, record.cold, record.prompt_sha256 = self.session, cold, self.digests[prompt]
         return record
 
@@ -307,7 +363,9 @@ class Session:
         self.machine.sample()
         started_at = _now()
         names = [turn.tag.removeprefix(backend.name) for turn in turns]
-        arrivals = planning.arrival_times(visit.load, names, [t.case.at_turn(t.record.turn) for t in turns])
+        arrivals = planning.arrival_times(
+            visit.load, names, [t.case.at_turn(t.record.turn) for t in turns]
+        )
         for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
             turn.start_s = turn.record.load.arrival_s = arrival_s
             if turn.case.steps:  # the connection is opened during the wait
@@ -316,7 +374,9 @@ class Session:
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)
         state = machine_state()
-        answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
+        answers = {
+            answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None
+        }
         lost = [answer for answer in answers.values() if answer["error"]]
         if lost and not alive(backend):
             raise ServerError(
@@ -353,7 +413,11 @@ class Session:
         except BudgetEnded as ended:
             if ended.waited_s is not None:
                 # A request that was stopped hangs where it was slow against the median of its backend's others.
-                answered = [r for r in self.done.values() if r.backend == backend.name and not r.answer.error]
+                answered = [
+                    r
+                    for r in self.done.values()
+                    if r.backend == backend.name and not r.answer.error
+                ]
                 times = [ms for r in answered if (ms := r.timings.e2e_ms) is not None]
                 slow = is_slow(1000 * ended.waited_s, statistics.median(times or [0.0]))
                 self.hung = backend.name if slow else ""
@@ -367,8 +431,14 @@ class Session:
         cases = planning.choose(single, self.config.n, self.config.seed)
 
         def send(name: str, count: int) -> None:
-            bodies = [single.request(cases[i % len(cases)], 0, (), self._model(name)) for i in range(count)]
-            self._send(self.backends[name], [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)])
+            bodies = [
+                single.request(cases[i % len(cases)], 0, (), self._model(name))
+                for i in range(count)
+            ]
+            self._send(
+                self.backends[name],
+                [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)],
+            )
 
         with contextlib.suppress(BudgetEnded):
             self.memory.measure(self.identities, send)
@@ -424,7 +494,9 @@ def run(
     valid = run_folder.valid_records(records.rows)
     rows = [*valid, *run_folder.read_unanswered(folder)]
     state = machine.summarize(session.machine.samples, [r for r in records.rows if not r.warmup])
-    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces, state)
+    aggregates = aggregate_records(
+        rows, plan.config, session.identities, levels, ended, recorded, traces, state
+    )
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in valid),

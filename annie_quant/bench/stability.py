@@ -33,7 +33,9 @@ def measured_values(records: Iterable[RequestRecord], metric: str) -> dict[Hasha
     for record in records:
         value = metric_value(record, metric)
         if value is not None:
-            values[record.prompt].append(statistics.median(value) if isinstance(value, list) else float(value))
+            values[record.prompt].append(
+                statistics.median(value) if isinstance(value, list) else float(value)
+            )
     return values
 
 
@@ -83,7 +85,9 @@ def residuals(groups: Iterable[Sequence[float]]) -> list[float]:
     return rest
 
 
-def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], seed: int) -> NoiseFloor:
+def _floor(
+    label: str, metric: str, by_prompt: Values, pool: Sequence[float], seed: int
+) -> NoiseFloor:
     rng = np.random.default_rng(seed)
     smooth, widen = _smooth_pool(pool, rng)
     sizes = np.array([(statistics.median(v), len(v)) for v in by_prompt.values()])
@@ -119,7 +123,9 @@ def _smooth_pool(residual: Sequence[float], rng: np.random.Generator) -> tuple[F
     width = 0.9 * len(values) ** -0.2  # Silverman's rule, in standard deviations
     draws = rng.choice(values, SMOOTHED) + rng.normal(0, width * values.std(), SMOOTHED)
     quantile = 0.5 + CONFIDENCE / 2
-    return draws / (1 + width * width) ** 0.5, float(t.ppf(quantile, max(len(values) // 2, 1)) / norm.ppf(quantile))
+    return draws / (1 + width * width) ** 0.5, float(
+        t.ppf(quantile, max(len(values) // 2, 1)) / norm.ppf(quantile)
+    )
 
 
 def _halves(
@@ -130,14 +136,18 @@ def _halves(
     for prompt, values in by_prompt.items():
         if len(values) > 1:
             order = rng.permutation(len(values))
-            for side, part in zip(sides, (order[: len(order) // 2], order[len(order) // 2 :]), strict=True):
+            for side, part in zip(
+                sides, (order[: len(order) // 2], order[len(order) // 2 :]), strict=True
+            ):
                 side[prompt] = [values[i] for i in part]
     return sides
 
 
 def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[NoiseFloor]]) -> None:
     """Set the noise of each comparison from the floors of its two sides, which are independent."""
-    table = {(name, row.workload, row.metric): row.floor for name, rows in noise.items() for row in rows}
+    table = {
+        (name, row.workload, row.metric): row.floor for name, rows in noise.items() for row in rows
+    }
     for row in comparisons:
         own = [table.get((name, row.workload, row.metric)) for name in (row.a, row.b)]
         known = [floor for floor in own if floor is not None]
@@ -156,14 +166,19 @@ PERMUTATIONS, SHIFT_RESAMPLES = 1999, 999
 EDGE = 0.1  # share of the bins before the first and after the last possible split
 
 
-def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed: int = 0) -> list[Drift]:
+def find_drifts(
+    records: Sequence[RequestRecord], backends: Iterable[str], seed: int = 0
+) -> list[Drift]:
     """Return one row per backend and metric that can be tested: whether its times changed during the run.
 
     records: all timed requests
     """
     rows = []
     for name in backends:
-        own = sorted((r for r in records if r.backend == name and r.timings.started_unix_s is not None), key=start_of)
+        own = sorted(
+            (r for r in records if r.backend == name and r.timings.started_unix_s is not None),
+            key=start_of,
+        )
         rows += [row for metric in TESTED if (row := _drift_of(name, metric, own, seed))]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
@@ -183,18 +198,32 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     at, p = split
     start, since = start_of(records[0]), start_of(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
-    row = Drift(backend=name, metric=metric, n=len(rows), after_s=since - start, shift=shift, low=low, high=high, p=p)
+    row = Drift(
+        backend=name,
+        metric=metric,
+        n=len(rows),
+        after_s=since - start,
+        shift=shift,
+        low=low,
+        high=high,
+        p=p,
+    )
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
         values = [getattr(r.load, field) for r in rows]
         if None not in values and len(set(values)) > 1:
             row.machine[field] = moved(values, at, seed)
     throttled = [bool(r.load.throttle) for r in rows]
-    row.throttled_before, row.throttled_after = statistics.fmean(throttled[:at]), statistics.fmean(throttled[at:])
+    row.throttled_before, row.throttled_after = (
+        statistics.fmean(throttled[:at]),
+        statistics.fmean(throttled[at:]),
+    )
     row.throttle = next((str(r.load.throttle) for r in rows[at:] if r.load.throttle), None)
     return row
 
 
-def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[RequestRecord], Floats, Integers]:
+def deviations(
+    records: Sequence[RequestRecord], metric: str
+) -> tuple[list[RequestRecord], Floats, Integers]:
     """Return the records that have the metric, float64 log(value) less its group's mean, and int64 groups.
 
     A group is a prompt that was measured several times, else the workload and turn. Outliers are cut to four deviations.
@@ -210,7 +239,9 @@ def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[Requ
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for key, members in prompts.items():
         record = records[members[0]]
-        groups[key if len(members) > 1 else (record.workload, record.turn, record.load.level)] += members
+        groups[key if len(members) > 1 else (record.workload, record.turn, record.load.level)] += (
+            members
+        )
     group_of = {i: number for number, members in enumerate(groups.values()) for i in members}
     groups_of = np.array([group_of[i] for i in values], dtype=np.int64)
     rest = _centred(np.array(list(values.values())), groups_of)
@@ -236,7 +267,9 @@ def change_point(deviation: Floats, seed: int = 0) -> tuple[int, float] | None:
     means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
     least = max(2, math.ceil(EDGE * bins))
     split = least + int(np.abs(steps(means[None], least))[0].argmax())
-    return int(edges[split]), _permutation_p(means, lambda rows: np.abs(steps(rows, least)).max(axis=1), seed)
+    return int(edges[split]), _permutation_p(
+        means, lambda rows: np.abs(steps(rows, least)).max(axis=1), seed
+    )
 
 
 def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:
@@ -269,7 +302,10 @@ def _shift(deviation: Floats, groups: Integers, at: int, seed: int) -> tuple[flo
     """
     later = _centred((np.arange(len(deviation)) >= at).astype(float), groups)
     edges = _edges(len(deviation))[:-1]
-    products, squares = np.add.reduceat(deviation * later, edges), np.add.reduceat(later * later, edges)
+    products, squares = (
+        np.add.reduceat(deviation * later, edges),
+        np.add.reduceat(later * later, edges),
+    )
     picked = np.random.default_rng(seed).integers(0, len(edges), (SHIFT_RESAMPLES, len(edges)))
     below = squares[picked].sum(axis=1)
     draws = np.expm1(products[picked].sum(axis=1)[below > 0] / below[below > 0])
@@ -292,7 +328,9 @@ def moved(values: Sequence[float], at: int, seed: int = 0) -> list[float]:
     edges = _edges(len(data))
     means = np.array([data[a:b].mean() for a, b in itertools.pairwise(edges)])
     k = int(np.searchsorted(edges, at))
-    p = _permutation_p(means, lambda rows: np.abs(rows[:, k:].mean(axis=1) - rows[:, :k].mean(axis=1)), seed)
+    p = _permutation_p(
+        means, lambda rows: np.abs(rows[:, k:].mean(axis=1) - rows[:, :k].mean(axis=1)), seed
+    )
     return [float(np.median(data[:at])), float(np.median(data[at:])), p]
 
 
@@ -344,13 +382,17 @@ def depth_of(record: RequestRecord) -> int | None:
     return 0 if tokens < FIRST else FIRST * STEP ** int(math.log(tokens / FIRST, STEP))
 
 
-def compare_depths(records: Sequence[RequestRecord], backends: Sequence[str], seed: int = 0) -> list[DepthRow]:
+def compare_depths(
+    records: Sequence[RequestRecord], backends: Sequence[str], seed: int = 0
+) -> list[DepthRow]:
     """Compare each depth with the shallowest, for each pair of backends.
 
     records: all timed requests, of which those alone at their server are used
     """
     rows = []
-    groups: dict[str, dict[int, list[RequestRecord]]] = {name: defaultdict(list) for name in backends}
+    groups: dict[str, dict[int, list[RequestRecord]]] = {
+        name: defaultdict(list) for name in backends
+    }
     for record in records:
         depth = depth_of(record)
         if record.load.alone and depth is not None and record.backend in groups:
@@ -365,12 +407,16 @@ def compare_depths(records: Sequence[RequestRecord], backends: Sequence[str], se
 Groups = Mapping[int, Sequence[RequestRecord]]
 
 
-def _compare_pair(a: str, b: str, metric: str, left: Groups, right: Groups, seed: int) -> list[DepthRow]:
+def _compare_pair(
+    a: str, b: str, metric: str, left: Groups, right: Groups, seed: int
+) -> list[DepthRow]:
     from scipy.stats import mannwhitneyu
 
     logs: dict[int, list[float]] = {}
     for depth in sorted(left.keys() & right.keys()):
-        ratios = _log_ratios(measured_values(left[depth], metric), measured_values(right[depth], metric))
+        ratios = _log_ratios(
+            measured_values(left[depth], metric), measured_values(right[depth], metric)
+        )
         if len(ratios) >= LEAST_PROMPTS:
             logs[depth] = ratios
     if len(logs) < 2:
@@ -380,12 +426,24 @@ def _compare_pair(a: str, b: str, metric: str, left: Groups, right: Groups, seed
     rows = []
     for depth, ratios in deeper:
         p = float(mannwhitneyu(ratios, base).pvalue)
-        row = DepthRow(a, b, metric, depth, *_ratio_interval(ratios, seed), shallow, *short, p=p, n_prompts=len(ratios))
+        row = DepthRow(
+            a,
+            b,
+            metric,
+            depth,
+            *_ratio_interval(ratios, seed),
+            shallow,
+            *short,
+            p=p,
+            n_prompts=len(ratios),
+        )
         rows.append(row)
     return rows
 
 
-def _log_ratios(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> list[float]:
+def _log_ratios(
+    a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]
+) -> list[float]:
     return [math.log(y / x) for x, y in paired(a, b) if x > 0 and y > 0]
 
 
@@ -393,4 +451,8 @@ def _ratio_interval(ratios: Sequence[float], seed: int) -> tuple[float, float, f
     """Return the median ratio and its 95 % interval, from logarithms of ratios."""
     low, high = median_interval(ratios, seed=seed)
     middle = statistics.median(ratios)
-    return math.exp(middle), math.exp(middle if low is None else low), math.exp(middle if high is None else high)
+    return (
+        math.exp(middle),
+        math.exp(middle if low is None else low),
+        math.exp(middle if high is None else high),
+    )

@@ -111,7 +111,9 @@ def read_lengths(path: Path, n: int | None = None) -> list[Case]:
         found = _one_after_another(map(_agents, _converted(rows, WekaSession)))
     elif form is MooncakeRow:
         mooncake = _converted(rows, MooncakeRow)
-        found = (_case(r.timestamp / 1e3, r.input_length, r.output_length, r.hash_ids) for r in mooncake)
+        found = (
+            _case(r.timestamp / 1e3, r.input_length, r.output_length, r.hash_ids) for r in mooncake
+        )
     elif form is dict:
         found = _lengths([value for _, value in rows])
     return sorted(itertools.islice(found, n), key=_arrival)
@@ -124,7 +126,9 @@ def agents_of(path: Path) -> Iterator[list[Case]]:
         yield from _agents(session).values()
 
 
-def _case(time_s: float, prompt: int, answer: int, names: Iterable[int | str], block: int = BLOCK_TOKENS) -> Case:
+def _case(
+    time_s: float, prompt: int, answer: int, names: Iterable[int | str], block: int = BLOCK_TOKENS
+) -> Case:
     """Return a request without an id, with the blocks of its prompt that have names."""
     blocks = tuple(itertools.islice(map(str, names), -(-prompt // block)))
     case = Case(id="", blocks=blocks, block_tokens=block, prompt_tokens=prompt, arrival_s=time_s)
@@ -141,9 +145,17 @@ def _form(path: Path) -> tuple[type | None, Iterator[tuple[str, object]]]:
     first = next(records, ("", None))
     value = first[1] if isinstance(first[1], dict) else {}
     entries = value.get("requests")
-    is_agent = isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
+    is_agent = (
+        isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
+    )
     form = (
-        dict if otel.is_export(value) else WekaSession if is_agent else MooncakeRow if "input_length" in value else None
+        dict
+        if otel.is_export(value)
+        else WekaSession
+        if is_agent
+        else MooncakeRow
+        if "input_length" in value
+        else None
     )
     return form, itertools.chain([first], records)
 
@@ -153,7 +165,9 @@ def _json_records(path: Path) -> Iterator[tuple[str, object]]:
     for file in files_of(path):
         with file.open("rb") as stream:
             lines = (
-                (i, line) for i, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), 1) if line.strip()
+                (i, line)
+                for i, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), 1)
+                if line.strip()
             )
             for index, (number, line) in enumerate(lines):
                 try:
@@ -173,7 +187,9 @@ def _converted(records: Iterable[tuple[str, object]], form: type[T]) -> Iterator
         try:
             yield msgspec.convert(value, form)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where}: {error}", "a trace has one JSON object per line, all of one form") from None
+            raise UsageError(
+                f"{where}: {error}", "a trace has one JSON object per line, all of one form"
+            ) from None
 
 
 def _agents(session: WekaSession) -> dict[str, list[Case]]:
@@ -192,9 +208,14 @@ def _agents(session: WekaSession) -> dict[str, list[Case]]:
                 continue
             between_s = max(0.0, entry.t - before.t - (before.api_time or 0.0)) if before else 0.0
             wait_s = between_s if entry.think_time is None or not before else entry.think_time
-            lengths, names = (entry.prompt_tokens, entry.answer_tokens), (f"{scope}{block}" for block in entry.hash_ids)
+            lengths, names = (
+                (entry.prompt_tokens, entry.answer_tokens),
+                (f"{scope}{block}" for block in entry.hash_ids),
+            )
             case = _case(start_s + entry.t, *lengths, names, session.block_size)
-            agents.setdefault(name, []).append(dataclasses.replace(case, wait_s=min(wait_s, MAX_WAIT_S)))
+            agents.setdefault(name, []).append(
+                dataclasses.replace(case, wait_s=min(wait_s, MAX_WAIT_S))
+            )
             before = entry
 
     add("", session, 0.0)
@@ -236,10 +257,14 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
     chosen = _sampled(read_logs(paths, problems, MAX_CHARACTERS), n, seed)
     if not chosen:
         reasons = "; ".join(problems.lines()) or "no records"
-        raise UsageError(f"the logs have no conversation to replay: {reasons}", "--replay takes chat logs")
+        raise UsageError(
+            f"the logs have no conversation to replay: {reasons}", "--replay takes chat logs"
+        )
     scanner, cases, lengths = Scanner(), [], []
     for number, conversation in chosen:
-        turns = turns_of(conversation.messages)  # every conversation that is read has a user's message
+        turns = turns_of(
+            conversation.messages
+        )  # every conversation that is read has a user's message
         lengths += [_length(m) for m in conversation.messages if m["role"] == "assistant"]
         cases.append(
             Case(
@@ -247,11 +272,18 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
                 turns=tuple(scanner.masked([t.turn for t in turns])),
                 tools=_tools(conversation, scanner),
                 system=scanner.masked(conversation.system or ""),
-                expect={"turns": [{} if t.calls is None else {"logged": {"calls": t.calls}} for t in turns]},
+                expect={
+                    "turns": [
+                        {} if t.calls is None else {"logged": {"calls": t.calls}} for t in turns
+                    ]
+                },
             )
         )
     return _workload(
-        "replay", "Logged conversations, turn by turn, with their tools' results", cases, max_tokens(lengths)
+        "replay",
+        "Logged conversations, turn by turn, with their tools' results",
+        cases,
+        max_tokens(lengths),
     )
 
 
@@ -270,9 +302,14 @@ def _agents_workload(agents: Iterable[tuple[int, Sequence[Case]]]) -> Workload:
     cases = []
     for number, requests in agents:
         name = f"replay-{number:05d}"
-        steps = (dataclasses.replace(_named(c, f"{name}/{i}"), arrival_s=None) for i, c in enumerate(requests))
+        steps = (
+            dataclasses.replace(_named(c, f"{name}/{i}"), arrival_s=None)
+            for i, c in enumerate(requests)
+        )
         cases.append(Case(id=name, steps=tuple(steps)))
-    return _described_workload("replay", "Agents of a trace: their lengths, shared prefixes and waits", cases)
+    return _described_workload(
+        "replay", "Agents of a trace: their lengths, shared prefixes and waits", cases
+    )
 
 
 @dataclass
@@ -312,7 +349,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
             function = functions.get(str(message.get("tool_call_id")), {})
             name = str(message.get("name") or function.get("name") or "")
             arguments = function.get("arguments") or {}
-            turns[-1].results.append({"name": name, "content": message["content"], "arguments": arguments})
+            turns[-1].results.append(
+                {"name": name, "content": message["content"], "arguments": arguments}
+            )
         last = role
     return turns
 
@@ -330,13 +369,32 @@ def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -
     gates = ("non_empty", "thinking_leak", *REFERENCE_GATES)
     with_tools = any(case.tools for case in cases)
     content = [
-        [c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks, *c.steps] for c in cases
+        [
+            c.id,
+            c.system,
+            [*c.turns],
+            [*c.messages],
+            [*(c.tools or ())],
+            c.arrival_s,
+            c.blocks,
+            *c.steps,
+        ]
+        for c in cases
     ]
     return Workload(
-        name=name, description=description, persona=None, system=None, tools=None, thinking=False, max_tokens=tokens,
-        temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()),
+        name=name,
+        description=description,
+        persona=None,
+        system=None,
+        tools=None,
+        thinking=False,
+        max_tokens=tokens,
+        temperature=0.0,
+        cases=tuple(cases),
+        default=False,
+        sha256=sha256_text(msgspec.json.encode(content).decode()),
         gates=(*gates, "logged_tool") if with_tools else gates,
-    )  # fmt: skip
+    )
 
 
 # ---- traces
@@ -352,15 +410,21 @@ def trace(path: PathLike, n: int) -> Workload:
         return _log_trace(path, n)
     first = requests[0].arrival_s or 0.0
     cases = [
-        dataclasses.replace(_named(case, f"trace-{number:05d}"), arrival_s=(case.arrival_s or 0.0) - first)
+        dataclasses.replace(
+            _named(case, f"trace-{number:05d}"), arrival_s=(case.arrival_s or 0.0) - first
+        )
         for number, case in enumerate(requests)
     ]
-    return _described_workload("trace", "Requests of a trace: its lengths, shared prefixes and arrivals", cases)
+    return _described_workload(
+        "trace", "Requests of a trace: its lengths, shared prefixes and arrivals", cases
+    )
 
 
 def _named(case: Case, name: str) -> Case:
     """Return a request of which a trace has lengths. Parts of its prompt without a name are text of this request alone."""
-    own = (f"{name}/{i}" for i in range(len(case.blocks), -(-case.prompt_tokens // case.block_tokens)))
+    own = (
+        f"{name}/{i}" for i in range(len(case.blocks), -(-case.prompt_tokens // case.block_tokens))
+    )
     return dataclasses.replace(case, id=name, blocks=(*case.blocks, *own))
 
 
@@ -378,7 +442,9 @@ def _log_trace(path: PathLike, n: int) -> Workload:
         prompt = list(conversation.messages)
         answers = [] if prompt[-1]["role"] in ("user", "tool") else [prompt.pop()]
         if conversation.time_s is None or not prompt:
-            problems.add("no time" if conversation.time_s is None else "no prompt", conversation.source)
+            problems.add(
+                "no time" if conversation.time_s is None else "no prompt", conversation.source
+            )
             continue
         lengths += map(_length, answers)
         messages = [plain(m) for m in scanner.conversation(prompt)]

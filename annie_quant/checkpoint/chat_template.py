@@ -62,10 +62,13 @@ class ChatTemplate:
         decoded = [with_decoded_calls(message) for message in messages]
         fields = {"messages": decoded, "tools": tools or None, "documents": None}
         try:
-            return worker.render(fields | {"add_generation_prompt": generation_prompt} | special | variables)
+            return worker.render(
+                fields | {"add_generation_prompt": generation_prompt} | special | variables
+            )
         except ValueError as error:
             raise CheckpointError(
-                f"{self._where}: its chat template {error}", "restore chat_template.jinja from the source checkpoint"
+                f"{self._where}: its chat template {error}",
+                "restore chat_template.jinja from the source checkpoint",
             ) from None
 
     def with_tools(self) -> str:
@@ -79,9 +82,13 @@ class ChatTemplate:
         try:
             source = self._tokenizer.get_chat_template(None, tools or None)
         except ValueError as error:
-            raise CheckpointError(f"{self._where}: {printable(str(error), 300)}", "copy chat_template.jinja") from None
+            raise CheckpointError(
+                f"{self._where}: {printable(str(error), 300)}", "copy chat_template.jinja"
+            ) from None
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
-            raise CheckpointError(f"{self._where}: its chat template is not text of at most {MAX_TEMPLATE} characters")
+            raise CheckpointError(
+                f"{self._where}: its chat template is not text of at most {MAX_TEMPLATE} characters"
+            )
         return source
 
 
@@ -127,11 +134,18 @@ class _Worker:
 
     def __init__(self, source: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         self._finish = weakref.finalize(self, _end, self._process, os.getpid())
         self._lock = threading.Lock()
-        self._settings = {"template": source, "memory_bytes": MAX_MEMORY_BYTES, "seconds": MAX_SECONDS}
+        self._settings = {
+            "template": source,
+            "memory_bytes": MAX_MEMORY_BYTES,
+            "seconds": MAX_SECONDS,
+        }
 
     @property
     def alive(self) -> bool:
@@ -150,9 +164,13 @@ class _Worker:
                 self._finish()
                 raise ValueError(str(error) or "ended its process") from None
         if "text" not in reply:
-            raise ValueError(f"cannot render this conversation: {printable(str(reply.get('error')), 300)}")
+            raise ValueError(
+                f"cannot render this conversation: {printable(str(reply.get('error')), 300)}"
+            )
         if len(reply["text"]) > MAX_TEXT:
-            raise ValueError(f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}")
+            raise ValueError(
+                f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}"
+            )
         return str(reply["text"])
 
     def _answer(self, request: bytes) -> bytes:
@@ -164,7 +182,9 @@ class _Worker:
         if len(reply) == MAX_REPLY_BYTES:
             raise ValueError(f"renders more than {MAX_TEXT} characters")
         if not reply.endswith(b"\n"):
-            raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB")
+            raise ValueError(
+                f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB"
+            )
         return reply
 
 
@@ -197,7 +217,9 @@ def loading_tokenizer(folder: Path) -> Iterator[None]:
             raise
         reason = printable(f"{type(error).__name__}: {error}", 300)
         hint = "copy the tokenizer's files from the source checkpoint"
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})", hint) from error
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded ({reason})", hint
+        ) from error
 
 
 @contextlib.contextmanager

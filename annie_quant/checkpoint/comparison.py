@@ -88,7 +88,12 @@ class FormComparison(msgspec.Struct):
         """Return the comparison as JSON values, with the names of each form's `worst` tensors."""
         names = {form: [r.tensor for r in self.worst(form, worst)] for form in self.summary}
         fields: JsonObject = msgspec.to_builtins(self)
-        return {"source": self.source, "summary": fields["summary"], "worst": names, "tensors": fields["rows"]}
+        return {
+            "source": self.source,
+            "summary": fields["summary"],
+            "worst": names,
+            "tensors": fields["rows"],
+        }
 
     def worst(self, form: str, n: int = 5) -> list[ComparedTensor]:
         """Return the `n` tensors with the largest relative error."""
@@ -105,19 +110,28 @@ class FormComparison(msgspec.Struct):
         axes = figure.subplots()
         for i, (form, summary) in enumerate(self.summary.items()):
             rows = [r for r in self.rows if r.form == form]
-            shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
+            shift = (
+                0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
+            )
             heights = [kinds.index(labels[r.tensor]) + shift for r in rows]
             label = f"{form}: {summary.bits_per_weight:.2f} bits, rel-L2 {summary.rel_l2:.4f}"
             axes.plot([r.rel_l2 for r in rows], heights, "o", markersize=4, alpha=0.7, label=label)
         title = f"against {Path(self.source).name}"
-        axes.set(xlabel="relative L2 error of a tensor", title=title, ylim=(len(kinds), -1), xlim=(0, None))
+        axes.set(
+            xlabel="relative L2 error of a tensor",
+            title=title,
+            ylim=(len(kinds), -1),
+            xlim=(0, None),
+        )
         axes.set_yticks(range(len(kinds)), kinds)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize="small")
         try:
             figure.savefig(path)
         except ValueError as error:
-            raise UsageError(f"{path}: {str(error)[:100]}", "name the plot .svg, .png or .pdf") from None
+            raise UsageError(
+                f"{path}: {str(error)[:100]}", "name the plot .svg, .png or .pdf"
+            ) from None
 
 
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
@@ -139,7 +153,9 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> F
     """
     original = ModelFolder(source)
     if dialects.linears(original):
-        raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
+        raise CheckpointError(
+            f"{source} is quantized itself", "give the bf16 checkpoint as the source"
+        )
     result = FormComparison(str(source))
     for label, path in forms.items():
         if Path(path).is_file():
@@ -153,12 +169,19 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> F
                 shapes = f"{list(weight.values.shape)} in {path}, {list(weight.source.shape)} in {source}"
                 raise CheckpointError(f"{weight.name}: {shapes}", "are they of one model?")
             error, elements = rel_l2(weight.values, weight.source), weight.source.size
-            angle, bits = cosine(weight.values, weight.source), round(8 * weight.size_bytes / elements, 3)
-            result.rows.append(ComparedTensor(weight.name, label, weight.format, elements, error, angle, bits))
+            angle, bits = (
+                cosine(weight.values, weight.source),
+                round(8 * weight.size_bytes / elements, 3),
+            )
+            result.rows.append(
+                ComparedTensor(weight.name, label, weight.format, elements, error, angle, bits)
+            )
             energy = float(np.square(weight.source, dtype=np.float64).sum())
             total, squared, norm = total + elements, squared + error**2 * energy, norm + energy
         if not total:
-            raise CheckpointError(f"{path}: none of its tensors is in {source}", "are they of one model?")
+            raise CheckpointError(
+                f"{path}: none of its tensors is in {source}", "are they of one model?"
+            )
         whole, worst = (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
         result.summary[label] = FormSummary(size.bits_per_weight, whole, worst)
     return result
@@ -187,7 +210,9 @@ def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Compare
             yield ComparedWeight(name, linear.format, size, linear.dequantize(folder), values)
         elif plain := folder.find(name):
             info = folder.info(plain)
-            yield ComparedWeight(name, info.dtype, info.size_bytes, folder.tensor(plain).astype(np.float32), values)
+            yield ComparedWeight(
+                name, info.dtype, info.size_bytes, folder.tensor(plain).astype(np.float32), values
+            )
         source.release(name)
 
 
@@ -200,7 +225,10 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
 
 
 def gguf_values(
-    tensors: Mapping[str, ReaderTensor], source: ModelFolder, names: Iterable[str], read: Callable[[str], np.ndarray]
+    tensors: Mapping[str, ReaderTensor],
+    source: ModelFolder,
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
 ) -> Iterator[ComparedWeight]:
     """Yield those of a folder's tensors that a GGUF file has. read: returns the values of one of the names."""
     gguf = need("gguf", "serve")
@@ -210,9 +238,13 @@ def gguf_values(
         if stored not in tensors:
             continue
         tensor = tensors[stored]
-        expert = experts.split(name) if experts else None  # the file has all experts of a layer in one tensor
+        expert = (
+            experts.split(name) if experts else None
+        )  # the file has all experts of a layer in one tensor
         number, count = (expert[1], len(tensor.data)) if expert else (0, 1)
-        values = gguf.quants.dequantize(tensor.data[number] if expert else tensor.data, tensor.tensor_type)
+        values = gguf.quants.dequantize(
+            tensor.data[number] if expert else tensor.data, tensor.tensor_type
+        )
         scale = tensors.get(stored.removesuffix(".weight") + ".scale")
         if scale is not None:
             values = values * np.float32(scale.data[number])
@@ -266,6 +298,10 @@ def compare_file(checkpoint: Path, path: Path) -> FileContent:
         tensors.append(StoredTensor(weight.name, weight.format, error))
     found = {t.name for t in tensors}
     known = {layout.name(n) for n in names}
-    scales = {f"{str(n).removesuffix('.weight')}{end}" for n in known for end in (".scale", ".input_scale")}
+    scales = {
+        f"{str(n).removesuffix('.weight')}{end}"
+        for n in known
+        for end in (".scale", ".input_scale")
+    }
     unknown = sorted(n for n in stored if n not in known and n not in scales and n not in COMPUTED)
     return FileContent(tensors, [n for n in names if n not in found], unknown)

@@ -113,7 +113,11 @@ def stored_format(linear: Linear, folder: ModelFolder) -> str:
 
 
 def write_folder(
-    folder: ModelFolder, plan: list[Planned], settings: QuantSettings | None, to: str, out: ConversionOutput
+    folder: ModelFolder,
+    plan: list[Planned],
+    settings: QuantSettings | None,
+    to: str,
+    out: ConversionOutput,
 ) -> tuple[Path, int]:
     """Write the planned tensors, the settings and the small files. Return the new folder, and the bytes of its shards."""
     target = out.path or folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
@@ -134,10 +138,17 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
         weight = linear.dequantize(folder)
         folder.release(linear.weight)
         rows = max(1, CHUNK_BYTES // max(1, weight[:1].nbytes))
-        return (weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows))
+        return (
+            weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows)
+        )
 
-    plan = [Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x)) for n, x in linears.items()]
-    plan += [writer.copied(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))]
+    plan = [
+        Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x))
+        for n, x in linears.items()
+    ]
+    plan += [
+        writer.copied(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))
+    ]
     target, size_bytes = write_folder(folder, plan, None, PLAIN, out)
     loss = [f"{len(linears)} quantized linears became bf16 numbers"]
     if scales := sum(n.endswith(KV_ENDS) for n in folder):
@@ -147,7 +158,12 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
-    folder, linears, config, dialect = model.folder, model.linears, model.config, dialects.WRITTEN[to]
+    folder, linears, config, dialect = (
+        model.folder,
+        model.linears,
+        model.config,
+        dialects.WRITTEN[to],
+    )
     for x in linears.values():
         if x.format == "fp8":
             x.check_fp8_scale(folder)
@@ -159,7 +175,10 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
         raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)
     groups = {x.group(folder) for x in model.nvfp4}
     if len(groups) > 1:
-        raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
+        raise CheckpointError(
+            f"{folder.path}: linears differ in group size, {sorted(groups)}",
+            "see annie-quant audit",
+        )
     kv_names = scales_to_keep(folder, config)
     plan = [t for x in linears.values() for t in dialect.tensors(x, folder)]
     dropped, excluded = list[str](), set[str]()
@@ -210,11 +229,19 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     numbers = len(plan.dequantized) - eight_bit
     loss = [f"{numbers} quantized linears became 16-bit numbers"] if numbers else []
     if eight_bit:
-        loss.append(f"{eight_bit} FP8 linears became Q8_0, which rounds them once more: llama.cpp has no FP8")
+        loss.append(
+            f"{eight_bit} FP8 linears became Q8_0, which rounds them once more: llama.cpp has no FP8"
+        )
     if type is None and kind == "BF16" and model.nvfp4:
         architecture = plan.layout.names.architecture
-        loss[0] += f": llama.cpp does not compute NVFP4 in {architecture} (--type NVFP4 writes it for others)"
+        loss[0] += (
+            f": llama.cpp does not compute NVFP4 in {architecture} (--type NVFP4 writes it for others)"
+        )
     if plan.left_out:
-        loss.append(f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)")
+        loss.append(
+            f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)"
+        )
     size_bytes = target.stat().st_size
-    return Conversion(str(target), size_bytes, len(plan.entries), loss, kind, plan.left_out, plan.dequantized)
+    return Conversion(
+        str(target), size_bytes, len(plan.entries), loss, kind, plan.left_out, plan.dequantized
+    )

@@ -38,10 +38,18 @@ from annie_quant.documents import Device, LlamaCppRates, PredictedSpeed, decode,
 # The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a layer per device; attention and host to vLLM's on an
 # H200.
 DEVICES = {
-    "gb10": Device(name="NVIDIA GB10", read_bytes_s=232e9, layer_s=125e-6, source="published figures"),
-    "h200": Device(name="NVIDIA H200", read_bytes_s=4.53e12, layer_s=34e-6, attention_s=(2.8e-9, 1.63e-11),
-                   step_s=1.48e-3, source="tests/perf/decode_speed.md"),
-}  # fmt: skip
+    "gb10": Device(
+        name="NVIDIA GB10", read_bytes_s=232e9, layer_s=125e-6, source="published figures"
+    ),
+    "h200": Device(
+        name="NVIDIA H200",
+        read_bytes_s=4.53e12,
+        layer_s=34e-6,
+        attention_s=(2.8e-9, 1.63e-11),
+        step_s=1.48e-3,
+        source="tests/perf/decode_speed.md",
+    ),
+}
 MEASURE = "annie-quant doctor --measure"
 
 
@@ -68,7 +76,9 @@ def token_bytes(folder: ModelFolder, weights: float | None = None) -> TokenBytes
     """Return what a token of a model folder reads. weights: bytes instead of those of the folder's tensors."""
     shape = read_struct(AttentionShape, folder.text_config)
     caches = caches_of(shape, element=1 if dialects.config(folder).kv_cache == "FP8" else 2)
-    return TokenBytes(bytes_per_token(folder) if weights is None else weights, len(shape.types), caches)
+    return TokenBytes(
+        bytes_per_token(folder) if weights is None else weights, len(shape.types), caches
+    )
 
 
 def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
@@ -79,7 +89,9 @@ def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
     seconds = read.at(depth) / device.read_bytes_s + read.layers * device.layer_s
     if device.attention_s:
         (fixed, element), (layers, size) = device.attention_s, read.caches.attention
-        seconds += depth * (layers * (fixed + element * size) - read.caches.position / device.read_bytes_s)
+        seconds += depth * (
+            layers * (fixed + element * size) - read.caches.position / device.read_bytes_s
+        )
     return 1 / max(seconds, device.step_s)
 
 
@@ -92,7 +104,9 @@ def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
 def speed_of(read: TokenBytes, device: Device | None = None) -> PredictedSpeed:
     """Return the prediction for a model. device: by default this machine where it was measured, else a GB10."""
     device = device or default_device()
-    return PredictedSpeed(device=device.name, read_bytes=round(read.weights), tok_s=round(tok_s(read, device), 2))
+    return PredictedSpeed(
+        device=device.name, read_bytes=round(read.weights), tok_s=round(tok_s(read, device), 2)
+    )
 
 
 def predict(folder: ModelFolder, device: Device | None = None) -> PredictedSpeed:
@@ -119,7 +133,11 @@ def describe(speed: PredictedSpeed) -> str:
 
 def device_file() -> Path:
     """Return where `doctor --measure` writes this machine's device file."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "annie_quant" / "device.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "annie_quant"
+        / "device.json"
+    )
 
 
 def machine_name() -> str:
@@ -152,7 +170,12 @@ def find_device(name: str) -> Device:
     if not (0 < numbers[0] < 1e6 and 0 <= numbers[1] < 1e6):
         message = f"--device {name}: expected GB/s, with microseconds per layer after a colon"
         raise UsageError(message, "--device 273:150")
-    return Device(name=f"{rate} GB/s", read_bytes_s=numbers[0] * 1e9, layer_s=numbers[1] * 1e-6, source="--device")
+    return Device(
+        name=f"{rate} GB/s",
+        read_bytes_s=numbers[0] * 1e9,
+        layer_s=numbers[1] * 1e-6,
+        source="--device",
+    )
 
 
 def read_device(path: Path) -> Device:
@@ -182,7 +205,9 @@ SECONDS = 3.0  # of each measurement
 
 
 def measure_device(
-    processor: Callable[[Progress], LlamaCppRates], path: Path | None = None, progress: Progress = SILENT
+    processor: Callable[[Progress], LlamaCppRates],
+    path: Path | None = None,
+    progress: Progress = SILENT,
 ) -> Device:
     """Measure this machine and write its device file.
 
@@ -204,15 +229,21 @@ def gpu_device() -> Device:
         f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
         f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
     )
-    device = {d.name: d for d in DEVICES.values()}.get(machine_name(), Device(name=machine_name(), read_bytes_s=0))
-    return msgspec.structs.replace(device, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
+    device = {d.name: d for d in DEVICES.values()}.get(
+        machine_name(), Device(name=machine_name(), read_bytes_s=0)
+    )
+    return msgspec.structs.replace(
+        device, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source
+    )
 
 
 def processor_device(rates: LlamaCppRates) -> Device:
     """Return this machine's processor with llama.cpp's costs; its bandwidth is that of products in bfloat16."""
     read, layer = 2 / rates.products["BF16"].weight_s, rates.layer_s
     source = f"doctor --measure, {time.strftime('%Y-%m-%d')}: llama.cpp, BF16 {read / 1e9:.4g} GB/s, {layer * 1e6:.3g} us per layer"
-    return Device(name=machine_name(), read_bytes_s=read, layer_s=layer, source=source, llama_cpp=rates)
+    return Device(
+        name=machine_name(), read_bytes_s=read, layer_s=layer, source=source, llama_cpp=rates
+    )
 
 
 def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:

@@ -25,19 +25,35 @@ PREFIX_BYTES = 8
 MAX_NAME = 1000  # characters; the longest names in use have about 150
 
 DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(kind) for name, kind in {
-        "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
-        "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    name: np.dtype(kind)
+    for name, kind in {
+        "BOOL": "?",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F16": "<f2",
+        "F32": "<f4",
+        "F64": "<f8",
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     }.items()
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardError(CheckpointError):
     """An invalid file of a model folder. `code` is the finding's code in an audit, `tensor` the tensor it concerns."""
 
-    def __init__(self, code: str, message: str, hint: str = "download the file again", tensor: str = "") -> None:
+    def __init__(
+        self, code: str, message: str, hint: str = "download the file again", tensor: str = ""
+    ) -> None:
         super().__init__(message, hint)
         self.code = code
         self.tensor = tensor
@@ -74,24 +90,38 @@ def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
     Raises ShardError for a file that is not safetensors.
     """
     if len(prefix) < PREFIX_BYTES:
-        raise ShardError("not_safetensors", f"{file}: {file_size} bytes, too short for a safetensors file")
+        raise ShardError(
+            "not_safetensors", f"{file}: {file_size} bytes, too short for a safetensors file"
+        )
     size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if size > MAX_HEADER_BYTES or size < 2 or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b""):
-        raise ShardError("not_safetensors", f"{file}: not a safetensors file (it has no valid header)")
+    if (
+        size > MAX_HEADER_BYTES
+        or size < 2
+        or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b"")
+    ):
+        raise ShardError(
+            "not_safetensors", f"{file}: not a safetensors file (it has no valid header)"
+        )
     if PREFIX_BYTES + size > file_size:
-        message = f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
+        message = (
+            f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
+        )
         raise ShardError("shard_truncated", message)
     return size
 
 
-def parse(header: bytes, data_start: int, file_size: int, file: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def parse(
+    header: bytes, data_start: int, file_size: int, file: str
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors by name, in file order, and the metadata strings. Any invalid input raises ShardError."""
     try:
         entries = json.loads(header, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except _Duplicate as error:
         raise ShardError("invalid_header", f"{file}: the header has {error} twice") from None
     except (ValueError, RecursionError) as error:
-        raise ShardError("not_safetensors", f"{file}: the header is not JSON ({str(error)[:80]})") from None
+        raise ShardError(
+            "not_safetensors", f"{file}: the header is not JSON ({str(error)[:80]})"
+        ) from None
     if not isinstance(entries, dict):
         raise ShardError("not_safetensors", f"{file}: the header is not a JSON object")
     metadata = entries.pop("__metadata__", None)
@@ -154,14 +184,24 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
     position = data_start
     for info in infos:
         if info.offset != position:
-            fault = "overlaps the tensor before it" if info.offset < position else "leaves a hole before it"
-            raise ShardError("invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name)
+            fault = (
+                "overlaps the tensor before it"
+                if info.offset < position
+                else "leaves a hole before it"
+            )
+            raise ShardError(
+                "invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name
+            )
         position += info.size_bytes
     if position > file_size:
-        message = f"{file}: truncated: the header describes {position} bytes and the file has {file_size}"
+        message = (
+            f"{file}: truncated: the header describes {position} bytes and the file has {file_size}"
+        )
         raise ShardError("shard_truncated", message, tensor=infos[-1].name if infos else "")
     if position < file_size:
-        raise ShardError("invalid_header", f"{file}: {file_size - position} bytes after the last tensor")
+        raise ShardError(
+            "invalid_header", f"{file}: {file_size - position} bytes after the last tensor"
+        )
 
 
 def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
@@ -193,14 +233,22 @@ class Shard:
                 self.tensors, self.metadata = parse(raw, start, self.size_bytes, path.name)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            hint = "free some memory" if error.errno == errno.ENOMEM else "check the file's permissions"
-            raise ShardError("shard_unreadable", f"{path.name}: {error.strerror}{owner(path)}", hint) from None
+            hint = (
+                "free some memory"
+                if error.errno == errno.ENOMEM
+                else "check the file's permissions"
+            )
+            raise ShardError(
+                "shard_unreadable", f"{path.name}: {error.strerror}{owner(path)}", hint
+            ) from None
 
     def tensor(self, info: TensorInfo) -> np.ndarray:
         """Return a read-only view of the mapped bytes, or a copy where they are not aligned in the file."""
         if info.elements == 0:
             return np.empty(info.shape, info.numpy_dtype)
-        array = np.frombuffer(self._map, info.numpy_dtype, count=info.elements, offset=info.offset).reshape(info.shape)
+        array = np.frombuffer(
+            self._map, info.numpy_dtype, count=info.elements, offset=info.offset
+        ).reshape(info.shape)
         return array if array.flags.aligned else array.copy()
 
     def release(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> None:

@@ -45,7 +45,12 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
     rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
-    for check in (tensors.check_fused, completeness.check_experts, settings.check_kv_cache, settings.check):
+    for check in (
+        tensors.check_fused,
+        completeness.check_experts,
+        settings.check_kv_cache,
+        settings.check,
+    ):
         findings += check(model)
     findings += runtime_names.check_names(folder)
     original = ModelFolder(source) if source is not None else None
@@ -70,7 +75,9 @@ def summarize(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditSumma
         dialect=model.dialect.NAME if model.dialect else "plain",
         algorithm=model.config.algo or "none",
         quantized=count_labels(model.linears),
-        unquantized=count_labels(n.removesuffix(".weight") for n in unquantized if is_linear(n, folder.info(n).shape)),
+        unquantized=count_labels(
+            n.removesuffix(".weight") for n in unquantized if is_linear(n, folder.info(n).shape)
+        ),
         weights=size.weights,
         size_bytes=size.size_bytes,
         bits_per_weight=size.bits_per_weight,
@@ -123,5 +130,11 @@ def changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
     Quantization hides a fine-tune that changes weights by a few percent; these linears are copies of the source's.
     """
     quantized = {f"{row.name}.weight" for row in result.tensors if row.rel_l2 is not None}
-    plain = {n for n in folder if models.layer_of(n) and is_linear(n, folder.info(n).shape) and n not in quantized}
-    return len(plain & {f.tensor for f in result.findings if f.code == "differs_from_source"}), len(plain)
+    plain = {
+        n
+        for n in folder
+        if models.layer_of(n) and is_linear(n, folder.info(n).shape) and n not in quantized
+    }
+    return len(plain & {f.tensor for f in result.findings if f.code == "differs_from_source"}), len(
+        plain
+    )

@@ -24,9 +24,14 @@ FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activat
 FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
 # Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes its own.
 QUANTIZER = (
-    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".weight_global_scale", ".input_global_scale",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".input_scale",
+    ".weight_global_scale",
+    ".input_global_scale",
     ".pre_quant_scale",
-)  # fmt: skip
+)
 HEAD = "lm_head"
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
 # Of a multiplier. A weight's is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually
@@ -87,7 +92,13 @@ class Linear:
 
     def tensors(self) -> list[str]:
         """Return the names of all tensors of this linear."""
-        names = (self.weight, self.block_scale, self.global_scale, self.input_global, self.pre_quant)
+        names = (
+            self.weight,
+            self.block_scale,
+            self.global_scale,
+            self.input_global,
+            self.pre_quant,
+        )
         return [n for n in names if n]
 
     def shape(self, folder: ModelFolder) -> tuple[int, int]:
@@ -128,14 +139,20 @@ class Linear:
 
     def input_scale(self, folder: ModelFolder) -> TensorScale | None:
         """Return the scale of the activations, or None where only the weight is quantized."""
-        return TensorScale(folder.scalar(self.input_global), self.reciprocal) if self.input_global else None
+        return (
+            TensorScale(folder.scalar(self.input_global), self.reciprocal)
+            if self.input_global
+            else None
+        )
 
     def load(self, folder: ModelFolder) -> nvfp4.Tensor:
         """Return the codec's tensor of an NVFP4 linear."""
         scale = self.tensor_scale(folder)
         divisor = scale.value if scale.reciprocal else None
         codes, block_scale = folder.tensor(self.weight), folder.tensor(self.block_scale or "")
-        return nvfp4.Tensor(codes, block_scale, scale.multiplier, self.shape(folder), self.group(folder), divisor)
+        return nvfp4.Tensor(
+            codes, block_scale, scale.multiplier, self.shape(folder), self.group(folder), divisor
+        )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
         """Return the weight by which the activations are multiplied, including a pre_quant_scale: float32 [out, in]."""
@@ -151,7 +168,11 @@ class Linear:
 
     def _dequantize_fp8(self, folder: ModelFolder) -> np.ndarray:
         self.check_fp8_scale(folder)
-        scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
+        scale = (
+            folder.tensor(self.block_scale).astype(np.float32)
+            if self.block_scale
+            else np.float32(1)
+        )
         weight = folder.tensor(self.weight).astype(np.float32)
         if not (self.block and self.block_scale):
             return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
@@ -211,7 +232,9 @@ class QuantConfig:
             if name in self.layers:
                 return self.layers[name]
             name = name.rpartition(".")[0]
-        pattern = covering_pattern(module, (t for t in self.layers if t.startswith("re:") or "*" in t))
+        pattern = covering_pattern(
+            module, (t for t in self.layers if t.startswith("re:") or "*" in t)
+        )
         return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
 
 
@@ -232,7 +255,9 @@ class KvSettings(msgspec.Struct):
 def kv_format(quant: JsonObject) -> str | None:
     """Return the KV cache's format that quantization settings ask for: a name, or "FP8" for type float and 8 bits."""
     settings = read_struct(KvSettings, quant)
-    return "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
+    return (
+        "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
+    )
 
 
 def names_dialect(folder: ModelFolder, name: str, ends: str) -> bool:
@@ -291,7 +316,9 @@ def weight_name(folder: ModelFolder, module: str) -> str:
     name = f"{module}.weight"
     if module != HEAD or name in folder:
         return name
-    embeddings = (n for n in folder if n.endswith("embed_tokens.weight") and not folder.family.is_auxiliary(n))
+    embeddings = (
+        n for n in folder if n.endswith("embed_tokens.weight") and not folder.family.is_auxiliary(n)
+    )
     return next(embeddings, name)
 
 

@@ -51,7 +51,9 @@ def work_of(folder: ModelFolder, shape: AttentionShape) -> Work:
     types = {"nvfp4": fp4, "fp8": "Q8_0"}
     experts, products = family.experts, []
     for name in folder:
-        unread = family.is_auxiliary(name) or (name.endswith("embed_tokens.weight") and not is_tied(folder))
+        unread = family.is_auxiliary(name) or (
+            name.endswith("embed_tokens.weight") and not is_tied(folder)
+        )
         size = folder.info(name).shape
         if unread or name in scales or len(size) < 2:
             continue
@@ -78,7 +80,10 @@ def attention_seconds(shape: AttentionShape, rates: LlamaCppRates, depth: int) -
     A size that was not measured costs what the nearest one does, in proportion.
     """
     heads = shape.num_attention_heads
-    kv_heads, dim = shape.num_key_value_heads or heads, shape.head_dim or shape.hidden_size // max(1, heads)
+    kv_heads, dim = (
+        shape.num_key_value_heads or heads,
+        shape.head_dim or shape.hidden_size // max(1, heads),
+    )
     if not heads or not rates.attention:
         return 0.0
 
@@ -90,7 +95,12 @@ def attention_seconds(shape: AttentionShape, rates: LlamaCppRates, depth: int) -
     shallow = DEEP // 2 if kv_heads % 2 else 0
     token_s = (heads * near.head_s + kv_heads / near.kv_heads * near.keys_s) * dim / near.head_dim
     total = 0.0
-    for kind, limit in (("full_attention", depth), ("sliding_attention", min(depth, shape.sliding_window or depth))):
+    for kind, limit in (
+        ("full_attention", depth),
+        ("sliding_attention", min(depth, shape.sliding_window or depth)),
+    ):
         each = token_s + rates.deep_s * min(1.0, max(0, limit - shallow) / (DEEP - shallow))
-        total += shape.types.count(kind) * (limit * each + rates.depth_s * min(1.0, limit / STARTS_AT))
+        total += shape.types.count(kind) * (
+            limit * each + rates.depth_s * min(1.0, limit / STARTS_AT)
+        )
     return total

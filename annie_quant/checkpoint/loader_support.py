@@ -50,15 +50,24 @@ def vllm(model: QuantizedFolder) -> Rule:
     folder, config = model.folder, model.config
     if is_awq(model):
         return "no", "NVFP4_AWQ is not loaded (#45333)"
-    if runtime_names.is_multimodal(folder) and not (folder.path / runtime_names.PREPROCESSOR).is_file():
+    if (
+        runtime_names.is_multimodal(folder)
+        and not (folder.path / runtime_names.PREPROCESSOR).is_file()
+    ):
         return "no", f"{runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values()):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     notes = []
     if config.algo == MIXED and config.method == modelopt.NAME:
-        notes = [f"from {v.since} (mixed precision)" for v in versions(model) if v.server == "vLLM" and v.since]
+        notes = [
+            f"from {v.since} (mixed precision)"
+            for v in versions(model)
+            if v.server == "vLLM" and v.since
+        ]
     if tensor_parallel_ranks(model) < 2:
-        notes.append(f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)")
+        notes.append(
+            f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)"
+        )
     # vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md).
     if "mamba_ssm_dtype" not in folder.text_config and any(map(models.is_log_decay, folder)):
         flag = "unless served with --mamba-ssm-cache-dtype float32 (config.json has no mamba_ssm_dtype)"
@@ -78,7 +87,10 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
     """
     row_parallel = model.folder.family.row_parallel
     columns = [c for name, c in nvfp4_columns(model).items() if name.endswith(row_parallel)]
-    return max((n for n in (1, 2, 4, 8) if all(c % (n * COLUMNS_PER_RANK) == 0 for c in columns)), default=1)
+    return max(
+        (n for n in (1, 2, 4, 8) if all(c % (n * COLUMNS_PER_RANK) == 0 for c in columns)),
+        default=1,
+    )
 
 
 def fits_modelopt_option(method: str, algorithm: str) -> bool:
@@ -110,7 +122,10 @@ def old_runtimes(model: QuantizedFolder) -> Rule:
     if runtime_names.named_form(model.folder) is None:
         return "unknown", "these versions are judged for dense Qwen3.5 only"
     reason = runtime_names.obstacle_on_old_runtimes(model.folder)
-    return "no" if reason else "yes", f"{reason} (annie-quant audit --repair --names old)" if reason else ""
+    return (
+        "no" if reason else "yes",
+        f"{reason} (annie-quant audit --repair --names old)" if reason else "",
+    )
 
 
 def transformers(model: QuantizedFolder) -> Rule:
@@ -132,7 +147,10 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
         for name in model.weights:
             layout.name(name)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no", f"its tensors are not of a text model that is written here ({written_families()})"
+        return (
+            "no",
+            f"its tensors are not of a text model that is written here ({written_families()})",
+        )
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
     convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)
@@ -192,7 +210,9 @@ class LoadingVersions(msgspec.Struct, frozen=True):
 
 @cache
 def table() -> dict[str, ServerFeatures]:
-    return msgspec.json.decode((ASSETS / "server_versions.json").read_bytes(), type=dict[str, ServerFeatures])
+    return msgspec.json.decode(
+        (ASSETS / "server_versions.json").read_bytes(), type=dict[str, ServerFeatures]
+    )
 
 
 def needed(model: QuantizedFolder) -> list[str]:
@@ -209,7 +229,11 @@ def needed(model: QuantizedFolder) -> list[str]:
         kinds = [MIXED, *(f"{a} in {MIXED}" for a in (W4A16, FP8_DYNAMIC) if a in algorithms)]
     else:
         kinds = [config.algo]
-    head = [f"quantized head of {model.folder.family.name.removesuffix(' MoE')}"] if HEAD in model.linears else []
+    head = (
+        [f"quantized head of {model.folder.family.name.removesuffix(' MoE')}"]
+        if HEAD in model.linears
+        else []
+    )
     return [*classes, *kinds, *head]
 
 
@@ -217,7 +241,9 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
     """Return from which version on each server loads a folder, as far as the table knows."""
     result = []
     for server, known in table().items():
-        features = needed(model) if server not in CONVERTED else ["GGUF NVFP4"] if model.linears else []
+        features = (
+            needed(model) if server not in CONVERTED else ["GGUF NVFP4"] if model.linears else []
+        )
         rows = {name: known.features.get(name) for name in features}
         unknown = [name for name, row in rows.items() if row is None]
         found = {name: row for name, row in rows.items() if row is not None}
@@ -225,7 +251,9 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
         since: str | None = ""
         reason = f"{', '.join(unknown) or 'a 16-bit model'} was not read"
         if never or (found and not unknown):
-            name, row = never or max(found.items(), key=lambda item: version_key(item[1].since or ""))
+            name, row = never or max(
+                found.items(), key=lambda item: version_key(item[1].since or "")
+            )
             since, reason = row.since, f"{name}: {row.source}"
         result.append(LoadingVersions(server, since, reason, known.read))
     return result

@@ -22,9 +22,16 @@ from annie_quant.documents import Finding, ModelFiles
 MAX_TEMPLATE_BYTES = 4_000_000
 # Settings of generation_config.json by which servers sample, with transformers' value where the file has none.
 SAMPLING: JsonObject = {
-    "do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0,
-    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1,
-}  # fmt: skip
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+}
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
 STEPS = ("normalizer", "pre_tokenizer", "decoder")  # from text to pieces, and back
 TOOL: JsonObject = {
@@ -32,7 +39,11 @@ TOOL: JsonObject = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a place.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}},
+            "required": ["place"],
+        },
     },
 }
 SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
@@ -94,7 +105,9 @@ def model_files(folder: Path) -> ModelFiles:
     return ModelFiles(
         sha256=shards.model_sha256(folder),
         tokenizer=_digest(folder / shards.TOKENIZER),
-        chat_template=sha256_text("\0".join(f"{k}\0{template[k]}" for k in sorted(template))) if template else "",
+        chat_template=sha256_text("\0".join(f"{k}\0{template[k]}" for k in sorted(template)))
+        if template
+        else "",
         generation_config=_digest(folder / shards.GENERATION),
     )
 
@@ -107,37 +120,59 @@ def _digest(path: Path) -> str:
 
 
 def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
-    own, expected = shards.read_object(folder / shards.TOKENIZER), shards.read_object(source / shards.TOKENIZER)
+    own, expected = (
+        shards.read_object(folder / shards.TOKENIZER),
+        shards.read_object(source / shards.TOKENIZER),
+    )
     if own is None or expected is None:
         return
     flags, known = added_tokens(own), added_tokens(expected)
     problems = [
         _difference("ids of tokens", vocabulary(own), vocabulary(expected)),
         _difference("merges", merges(own), merges(expected)),
-        _difference("flags of added tokens", flags, {token: known.get(token, flags[token]) for token in flags}),
+        _difference(
+            "flags of added tokens",
+            flags,
+            {token: known.get(token, flags[token]) for token in flags},
+        ),
     ]
     problems += [
-        f"its {step} is not the source's" for step in STEPS if _stated(own.get(step)) != _stated(expected.get(step))
+        f"its {step} is not the source's"
+        for step in STEPS
+        if _stated(own.get(step)) != _stated(expected.get(step))
     ]
-    yield from (fault("tokenizer_differs", shards.TOKENIZER, problem) for problem in problems if problem)
+    yield from (
+        fault("tokenizer_differs", shards.TOKENIZER, problem) for problem in problems if problem
+    )
 
 
 def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
     """Return token → id of a tokenizer.json, added tokens included."""
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    pairs = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
-    return {**dict(pairs), **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}}
+    pairs = (
+        vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
+    )
+    return {
+        **dict(pairs),
+        **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()},
+    }
 
 
 def merges(tokenizer: JsonObject) -> dict[str, tuple[str, ...]]:
     """Return the merges by their number; older files have "a b" instead of a pair."""
     rows = (tokenizer.get("model") or {}).get("merges") or ()
-    return {str(i): tuple(row.split(" ") if isinstance(row, str) else row) for i, row in enumerate(rows, 1)}
+    return {
+        str(i): tuple(row.split(" ") if isinstance(row, str) else row)
+        for i, row in enumerate(rows, 1)
+    }
 
 
 def added_tokens(tokenizer: JsonObject) -> dict[str, list[str]]:
     """Return added token → the flags that it has."""
-    return {t["content"]: [flag for flag in FLAGS if t.get(flag)] for t in tokenizer.get("added_tokens") or ()}
+    return {
+        t["content"]: [flag for flag in FLAGS if t.get(flag)]
+        for t in tokenizer.get("added_tokens") or ()
+    }
 
 
 def _difference(what: str, own: Mapping[str, object], expected: Mapping[str, object]) -> str:
@@ -164,7 +199,9 @@ def templates(folder: Path) -> dict[str, str]:
     path = folder / shards.TEMPLATE
     if path.is_file():
         if shards.inside(folder, path).stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ShardError("config_unreadable", f"{shards.TEMPLATE}: more than {MAX_TEMPLATE_BYTES} bytes")
+            raise ShardError(
+                "config_unreadable", f"{shards.TEMPLATE}: more than {MAX_TEMPLATE_BYTES} bytes"
+            )
         sources = {"default": path.read_text(encoding="utf-8", errors="replace")}
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             sources[other.stem] = other.read_text(encoding="utf-8", errors="replace")
@@ -182,9 +219,17 @@ class _Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.sources = templates(folder)
         settings = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
-        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        self.special_tokens_map = {name: text for name, text in texts.items() if isinstance(text, str)}
+        tokens = {
+            name: settings.get(name)
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        texts = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in tokens.items()
+        }
+        self.special_tokens_map = {
+            name: text for name, text in texts.items() if isinstance(text, str)
+        }
 
     def get_chat_template(self, name: None, tools: object) -> str:
         source = self.sources.get("tool_use") if tools else None
@@ -199,7 +244,9 @@ def _template(folder: Path, source: Path) -> Iterator[Finding]:
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:
-        yield fault("template_differs", shards.TEMPLATE, "there is no chat template, and the source has one")
+        yield fault(
+            "template_differs", shards.TEMPLATE, "there is no chat template, and the source has one"
+        )
         return
     pair = ChatTemplate(own, str(folder)), ChatTemplate(expected, str(source))
     other = []
@@ -215,7 +262,10 @@ def _template(folder: Path, source: Path) -> Iterator[Finding]:
 
 
 def _rendered(
-    template: ChatTemplate, messages: list[JsonObject], tools: list[JsonObject] | None, variables: JsonObject
+    template: ChatTemplate,
+    messages: list[JsonObject],
+    tools: list[JsonObject] | None,
+    variables: JsonObject,
 ) -> str | None:
     """Return the text, or None where the template refuses the conversation."""
     try:

@@ -25,10 +25,22 @@ from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.checks.tensors import filled_blocks, scale_faults
-from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.dialects import (
+    Dialect,
+    QuantizedFolder,
+    compressed_tensors,
+    fp8,
+    modelopt,
+)
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit as audit_folder
-from annie_quant.checkpoint.linears import QUANTIZER, Linear, covering_pattern, excluded_module, plain_linears
+from annie_quant.checkpoint.linears import (
+    QUANTIZER,
+    Linear,
+    covering_pattern,
+    excluded_module,
+    plain_linears,
+)
 from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
@@ -41,13 +53,32 @@ from annie_quant.documents import Audit, Finding
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
 # Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
 WITHOUT_SOURCE = (
-    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
-)  # fmt: skip
+    "config_",
+    "excluded",
+    "not_excluded",
+    "not_listed",
+    "listed_",
+    "input_scale",
+    "fused_input",
+    "names_",
+    "prefix_",
+)
 # Prefixes of all that are not about a linear's codes and scales.
 UNRELATED = (
-    *WITHOUT_SOURCE, "not_finite", "differs_from_source", "group_size", "nothing_", "expert_count", "expert_scale", "experts_",
-    "kv_", "columns_", "router_", "mtp_", "vision_",
-)  # fmt: skip
+    *WITHOUT_SOURCE,
+    "not_finite",
+    "differs_from_source",
+    "group_size",
+    "nothing_",
+    "expert_count",
+    "expert_scale",
+    "experts_",
+    "kv_",
+    "columns_",
+    "router_",
+    "mtp_",
+    "vision_",
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +129,23 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     faulty -= patched
     # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
     folded = source_checks.plain_differences(model, source).scaled
-    folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
-               and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR}  # fmt: skip
+    folded |= {
+        models.layer_of(r.name)
+        for r in audit.tensors
+        if r.rel_l2 is not None
+        and r.name not in faulty
+        and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR
+    }
     folded &= {models.layer_of(m) for m in faulty | patched}
     # A linear that is faulty itself explains that its scales do not cancel.
-    explained = {models.layer_of(m) for m in faulty if not all(c.startswith("fold_") for c in codes_of(audit, m))}
-    folded |= {models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")} - explained
+    explained = {
+        models.layer_of(m)
+        for m in faulty
+        if not all(c.startswith("fold_") for c in codes_of(audit, m))
+    }
+    folded |= {
+        models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")
+    } - explained
     folded |= {models.layer_of(x.name) for x in quantized.values() if x.pre_quant}
     faulty |= {m for m in modules if models.layer_of(m) in folded}
     patched -= faulty
@@ -113,7 +155,9 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     plain = {n.removesuffix(".weight") for n in source if n.endswith(".weight")}
     head = {m for m in modules & plain if family.in_mtp(m)}
     restored = {m for m in head if m not in quantized or quantized[m].format != "fp8"}
-    return Diagnosis(modules - restored, faulty - restored, patched - restored, restored, folded, group)
+    return Diagnosis(
+        modules - restored, faulty - restored, patched - restored, restored, folded, group
+    )
 
 
 def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[str]]:
@@ -122,8 +166,14 @@ def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[
     The latter have all or some of a linear's tensors on disk, or are fused with such a module.
     """
     folder = model.folder
-    scales = {n.rpartition(".")[0] for n in folder if n.endswith((".weight_scale", ".weight_scale_2"))}
-    codes = {n.removesuffix(".weight") for n in folder if n.endswith(".weight") and folder.info(n).dtype == "U8"}
+    scales = {
+        n.rpartition(".")[0] for n in folder if n.endswith((".weight_scale", ".weight_scale_2"))
+    }
+    codes = {
+        n.removesuffix(".weight")
+        for n in folder
+        if n.endswith(".weight") and folder.info(n).dtype == "U8"
+    }
     modules, faulty = set(model.linears) | scales | codes, set[str]()
     groups = folder.family.fused_groups(modules | set(plain_linears(folder)))
     for finding in audit.findings:
@@ -139,7 +189,9 @@ def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[
 
 def codes_of(audit: Audit, module: str) -> set[str]:
     """Return the codes of the findings about a module; {"unknown"} where there are none."""
-    about = {f.code for f in audit.findings if f.tensor == module or f.tensor.startswith(f"{module}.")}
+    about = {
+        f.code for f in audit.findings if f.tensor == module or f.tensor.startswith(f"{module}.")
+    }
     return about or {"unknown"}
 
 
@@ -179,10 +231,20 @@ class _RepairPlanner:
     def plan(self) -> RepairPlan:
         modules, source = self.diagnosis.modules, self.optional_source
         scales, inputs = self.tensor_scales(), self.input_scales()
-        tensors = [t for m in sorted(modules) for t in self.linear_tensors(m, scales.get(m), inputs.get(m))]
-        quantizer = {m + suffix for m in modules | self.diagnosis.restored for suffix in (".weight", *QUANTIZER)}
+        tensors = [
+            t for m in sorted(modules) for t in self.linear_tensors(m, scales.get(m), inputs.get(m))
+        ]
+        quantizer = {
+            m + suffix
+            for m in modules | self.diagnosis.restored
+            for suffix in (".weight", *QUANTIZER)
+        }
         kv_names = scales_to_keep(self.folder, self.model.config)
-        plain = [n for n in self.folder if n not in quantizer and (not n.endswith(KV_ENDS) or n in kv_names)]
+        plain = [
+            n
+            for n in self.folder
+            if n not in quantizer and (not n.endswith(KV_ENDS) or n in kv_names)
+        ]
         tensors += [self.plain_tensor(n) for n in plain]
         lost = self.lost_tensors()
         tensors += [copied(source, n) for n in lost] if source else []
@@ -210,7 +272,9 @@ class _RepairPlanner:
         """Return the source's name of a module's weight."""
         name = self.source.find(f"{module}.weight")
         if name is None:
-            raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
+            raise CheckpointError(
+                f"{module}: the source has no such linear", "is this the right --source?"
+            )
         return name
 
     def fp8_format(self, module: str) -> str:
@@ -218,15 +282,24 @@ class _RepairPlanner:
         linear = self.model.linears.get(module)
         if linear is None or linear.format != "fp8":
             return ""
-        return "fp8_channel" if module not in self.diagnosis.faulty and linear.per_channel(self.folder) else "fp8"
+        return (
+            "fp8_channel"
+            if module not in self.diagnosis.faulty and linear.per_channel(self.folder)
+            else "fp8"
+        )
 
     # ---- scales
 
     def tensor_scales(self) -> dict[str, np.float32]:
         """Return the tensor scale of each linear that is packed again, one per fused group."""
-        amax = {m: float(nvfp4.amax(self.source.tensor(self.original(m)))) for m in self.diagnosis.faulty}
+        amax = {
+            m: float(nvfp4.amax(self.source.tensor(self.original(m))))
+            for m in self.diagnosis.faulty
+        }
         return {
-            m: modelopt.fp8_scale(top) if self.fp8_format(m) else np.float32(nvfp4.tensor_scale(top))
+            m: modelopt.fp8_scale(top)
+            if self.fp8_format(m)
+            else np.float32(nvfp4.tensor_scale(top))
             for m, top in self.folder.family.largest_of_group(amax).items()
         }
 
@@ -237,7 +310,9 @@ class _RepairPlanner:
         for group in self.folder.family.fused_groups(modules):
             present = [scales[m] for m in group if m in scales]
             if present and (len(present) < len(group) or len(set(present)) > 1):
-                self.actions.append(f"{group[0]}: input scale of the fused group set to its largest")
+                self.actions.append(
+                    f"{group[0]}: input scale of the fused group set to its largest"
+                )
                 scales |= dict.fromkeys(group, max(present))
         missing = sorted(modules - set(scales))
         if scales and missing:
@@ -285,7 +360,9 @@ class _RepairPlanner:
         self.actions.extend(f"{module}: taken from the source, in 16 bits" for module in restored)
         return lost + [f"{module}.weight" for module in restored]
 
-    def linear_tensors(self, module: str, scale: np.float32 | None, input_scale: np.float32 | None) -> list[Planned]:
+    def linear_tensors(
+        self, module: str, scale: np.float32 | None, input_scale: np.float32 | None
+    ) -> list[Planned]:
         """Plan the tensors of one quantized linear: packed again under `scale`, patched, or as they are."""
         diagnosis = self.diagnosis
         if module not in diagnosis.faulty | diagnosis.patched:
@@ -298,14 +375,18 @@ class _RepairPlanner:
             linear = self.model.linears[module]
             scale = linear.tensor_scale(self.folder).multiplier
             count = int(self.bad_blocks(linear).sum())
-            self.actions.append(f"{module}: {count} blocks quantized again from the source, the others kept")
+            self.actions.append(
+                f"{module}: {count} blocks quantized again from the source, the others kept"
+            )
             pack = partial(self.pack_bad_blocks, linear, name, scale)
         else:
             assert scale is not None  # tensor_scales() has every faulty linear
             self.actions.append(f"{module}: quantized again from the source")
             if self.fp8_format(module):
                 weight = partial(self.source.tensor, name)
-                return modelopt.fp8_tensors(module, (rows, columns), weight, lambda: scale, input_scale)
+                return modelopt.fp8_tensors(
+                    module, (rows, columns), weight, lambda: scale, input_scale
+                )
             pack = partial(self.pack, name, scale)
         group, final_scale = diagnosis.group, scale
         return modelopt.nvfp4_tensors(
@@ -314,16 +395,22 @@ class _RepairPlanner:
 
     def pack(self, name: str, scale: np.float32) -> Iterator[nvfp4.Tensor]:
         """Yield a source tensor, packed under a tensor scale."""
-        yield nvfp4.pack(self.source.tensor(name), tensor_scale=float(scale), group=self.diagnosis.group)
+        yield nvfp4.pack(
+            self.source.tensor(name), tensor_scale=float(scale), group=self.diagnosis.group
+        )
 
-    def pack_bad_blocks(self, linear: Linear, name: str, scale: np.float32) -> Iterator[nvfp4.Tensor]:
+    def pack_bad_blocks(
+        self, linear: Linear, name: str, scale: np.float32
+    ) -> Iterator[nvfp4.Tensor]:
         """Yield the checkpoint's codes with its bad blocks packed again from the source."""
         bad = self.bad_blocks(linear)
         block_scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
         (packed,) = self.pack(name, scale)
         bad_codes = np.repeat(bad, self.diagnosis.group // 2, axis=1)
         packed.codes = np.where(bad_codes, packed.codes, self.folder.tensor(linear.weight))
-        packed.block_scale = np.where(bad, packed.block_scale.view(np.uint8), block_scale).view(nvfp4.E4M3)
+        packed.block_scale = np.where(bad, packed.block_scale.view(np.uint8), block_scale).view(
+            nvfp4.E4M3
+        )
         yield packed
 
     def bad_blocks(self, linear: Linear) -> np.ndarray:
@@ -344,14 +431,19 @@ class _RepairPlanner:
         """Return whether an unquantized tensor is to become the source's `original`."""
         family = self.folder.family
         same_shape = self.source.info(original).shape == self.folder.info(name).shape
-        if family.in_vision(name) and not source_checks.same_tensor(self.folder, name, self.source, original):
+        if family.in_vision(name) and not source_checks.same_tensor(
+            self.folder, name, self.source, original
+        ):
             return True
         if not same_shape:
             return family.in_mtp(name)
         at_fault = any(f.tensor == name for f in self.audit.findings)
         if not at_fault and models.layer_of(name) not in self.diagnosis.folded:
             return False
-        ours, theirs = source_checks.float32(self.folder, name), source_checks.float32(self.source, original)
+        ours, theirs = (
+            source_checks.float32(self.folder, name),
+            source_checks.float32(self.source, original),
+        )
         return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
 
 
@@ -361,11 +453,18 @@ class _RepairPlanner:
 def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
     """Return one sentence for the MTP head and one for the vision tower, where tensors of them are lost."""
     family = folder.family
-    parts = ((family.mtp, sum(map(family.in_mtp, lost))), (family.vision, sum(map(family.in_vision, lost))))
-    return [f"{part}*: {count} missing tensors taken from the source" for part, count in parts if count]
+    parts = (
+        (family.mtp, sum(map(family.in_mtp, lost))),
+        (family.vision, sum(map(family.in_vision, lost))),
+    )
+    return [
+        f"{part}*: {count} missing tensors taken from the source" for part, count in parts if count
+    ]
 
 
-def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool) -> tuple[JsonObject, list[str]]:
+def with_lost_settings(
+    source: ModelFolder, config: JsonObject, multimodal: bool
+) -> tuple[JsonObject, list[str]]:
     """Return config.json with the lost settings of the head and, in a multimodal form, of the tower; and the repairs."""
     config, actions = dict(config), list[str]()
     inner = config.get("text_config")
@@ -420,12 +519,20 @@ def repair(
     """
     folder = ModelFolder(path)
     dialects.refuse_unread(folder)
-    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
+    target = (
+        Path(output)
+        if output
+        else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
+    )
     model, original = dialects.read(folder), ModelFolder(source) if source else None
     is_modelopt = model.dialect is modelopt and bool(model.linears)
     if is_modelopt:
         check_algorithm(model)
-    lost = missing_tensors(folder, original) if original is not None and names is None and not is_modelopt else []
+    lost = (
+        missing_tensors(folder, original)
+        if original is not None and names is None and not is_modelopt
+        else []
+    )
     if not is_modelopt and not lost:
         quoted = shlex.quote(str(path))
         first = f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
@@ -435,7 +542,9 @@ def repair(
         if is_modelopt or original is None:
             naming = plan_renaming(folder, names, original)
             audit = audit_folder(path, source=source)
-            plan = _RepairPlanner(model, original, audit, naming, diagnose(model, original, audit)).plan()
+            plan = _RepairPlanner(
+                model, original, audit, naming, diagnose(model, original, audit)
+            ).plan()
         else:
             plan = plan_restoration(model, original, lost)
         writer.write(part, plan.tensors)
@@ -459,7 +568,9 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
         config["quantization_config"] = folder.quantization | {"ignore": [*ignore, *added]}
         actions += [f"config.json: {len(added)} linears of them added to ignore"] if added else []
     exported = folder.json(modelopt.HF_QUANT_CONFIG)
-    files = {"config.json": config} | ({} if exported is None else {modelopt.HF_QUANT_CONFIG: exported})
+    files = {"config.json": config} | (
+        {} if exported is None else {modelopt.HF_QUANT_CONFIG: exported}
+    )
     tensors = [*(copied(folder, n) for n in folder), *(copied(source, n) for n in lost)]
     return RepairPlan(tensors, files, describe_lost(folder, lost) + actions)
 

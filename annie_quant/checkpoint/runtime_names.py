@@ -23,15 +23,27 @@ from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 STYLES = ("old", "new")
 PREPROCESSOR = "preprocessor_config.json"
 # Settings that a multimodal config.json keeps outside of text_config.
-OUTER = ("quantization_config", "transformers_version", "tie_word_embeddings", "dtype", "torch_dtype", "vision_config",
-         "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # fmt: skip
+OUTER = (
+    "quantization_config",
+    "transformers_version",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
 
 
 def named_form(folder: ModelFolder) -> tuple[models.Family, Form] | None:
     """Return the form whose class config.json names, and its family; None unless the family has two forms."""
     names = folder.config.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
-    named = ((family, form) for family in models.families() if family.multimodal for form in family.forms)
+    named = (
+        (family, form) for family in models.families() if family.multimodal for form in family.forms
+    )
     return next((pair for pair in named if pair[1].class_name == first), None)
 
 
@@ -115,7 +127,9 @@ class Renaming:
 def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | None) -> Renaming:
     """Plan the names of a copy. style: "old", "new", or None to keep the form and fix what disagrees."""
     if style is not None and style not in STYLES:
-        raise UsageError(f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}")
+        raise UsageError(
+            f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}"
+        )
     named, family = named_form(folder), folder.family
     if style and named is None:
         message = f"{folder.path}: config.json names no class of a family with two forms"
@@ -127,11 +141,16 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
         multimodal = False
     elif named and model_type in named[0].model_types and model_type != named[1].model_type:
         multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
-    config, actions = {k: v for k, v in folder.config.items() if k != "quantization_config"}, list[str]()
+    config, actions = (
+        {k: v for k, v in folder.config.items() if k != "quantization_config"},
+        list[str](),
+    )
     forms = named[0].forms if named else ()
     if forms:
         if any(family.in_form(n, multimodal) != n for n in folder):
-            actions.append(f"tensors renamed to {MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX}…")
+            actions.append(
+                f"tensors renamed to {MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX}…"
+            )
         config, changes = config_in_form(config, forms, multimodal, source)
         actions += changes
     files, changes = renamed_files(folder, multimodal, style, source)
@@ -146,7 +165,9 @@ def config_in_form(
     old = {field: config.get(field) for field in ("model_type", "architectures")}
     inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     if multimodal and inner is None:
-        inner = {k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")}
+        inner = {
+            k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")
+        }
         outer = {k: v for k, v in config.items() if k in OUTER}
         vision = source.config.get("vision_config") if source else None
         outer |= {"vision_config": vision} if vision is not None else {}
@@ -168,7 +189,9 @@ def renamed_files(
     if multimodal and not (folder.path / PREPROCESSOR).exists():
         original = source.json(PREPROCESSOR) if source else None
         files[PREPROCESSOR] = original or dict(folder.family.preprocessor_stub)
-        actions.append(f"{PREPROCESSOR} {'taken from the source' if original else 'written as a stub for text'}")
+        actions.append(
+            f"{PREPROCESSOR} {'taken from the source' if original else 'written as a stub for text'}"
+        )
     side = STYLES.index(style) if style else 0
     for file in CLASS_FILES if style else ():
         settings = files.get(file) or folder.json(file)

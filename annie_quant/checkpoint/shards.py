@@ -24,23 +24,40 @@ from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
+MAX_JSON_BYTES = (
+    100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
+)
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
 # The small files of a model folder in addition to config.json: those that make prompts and end answers, those that name Python
 # classes, and all that a copy of the model needs.
 PROMPT_FILES = GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS = (
-    "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
-)  # fmt: skip
+    "generation_config.json",
+    "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 CLASS_FILES = (
-    TOKENIZER_SETTINGS, "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
+    TOKENIZER_SETTINGS,
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 COMPANIONS = tuple(
-    dict.fromkeys((
-        *PROMPT_FILES, *CLASS_FILES, "chat_template.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-        "added_tokens.json", "tokenizer.model", "LICENSE",
-    ))
-)  # fmt: skip
+    dict.fromkeys(
+        (
+            *PROMPT_FILES,
+            *CLASS_FILES,
+            "chat_template.json",
+            "special_tokens_map.json",
+            "vocab.json",
+            "merges.txt",
+            "added_tokens.json",
+            "tokenizer.model",
+            "LICENSE",
+        )
+    )
+)
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -56,7 +73,10 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            kind, hint = ("a file" if self.path.exists() else "not there"), "give a checkpoint's folder"
+            kind, hint = (
+                ("a file" if self.path.exists() else "not there"),
+                "give a checkpoint's folder",
+            )
             if self.path.suffix == ".gguf":
                 hint = f"convert it: annie-quant convert {self.path} --to hf"
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
@@ -99,14 +119,22 @@ class ModelFolder:
                 continue
             layer, linears = part[0], experts.merged[part[1]]
             count, rows, columns = info.shape
-            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
+            if (
+                rows % len(linears)
+                or count > MAX_EXPERTS
+                or info.dtype not in ("BF16", "F16", "F32")
+            ):
                 continue
             size, shape = info.size_bytes // (count * len(linears)), (rows // len(linears), columns)
             numbered = (
-                f"{layer}.{experts.module}.{number}.{linear}.weight" for number in range(count) for linear in linears
+                f"{layer}.{experts.module}.{number}.{linear}.weight"
+                for number in range(count)
+                for linear in linears
             )
             merged[name.removesuffix(".weight")] = {
-                single: TensorInfo(single, info.dtype, shape, info.file, info.offset + i * size, size)
+                single: TensorInfo(
+                    single, info.dtype, shape, info.file, info.offset + i * size, size
+                )
                 for i, single in enumerate(numbered)
             }
         return merged
@@ -128,14 +156,18 @@ class ModelFolder:
         if name not in self.tensors and name in self.expert_parts:
             return self.expert_parts[name]
         if name not in self.tensors:
-            raise ShardError("tensor_missing", f"{self.path.name}: tensor {name} is missing", tensor=name)
+            raise ShardError(
+                "tensor_missing", f"{self.path.name}: tensor {name} is missing", tensor=name
+            )
         return self.tensors[name]
 
     def find(self, name: str) -> str | None:
         """Return this folder's name of a tensor that is called `name` in some form of the model, or None."""
         names = models.aliases(name)
         parts = self.expert_parts
-        return next((n for n in names if n in self.tensors), next((n for n in names if n in parts), None))
+        return next(
+            (n for n in names if n in self.tensors), next((n for n in names if n in parts), None)
+        )
 
     def tensor(self, name: str) -> np.ndarray:
         """Return one tensor as a read-only array in its own dtype (bfloat16 and float8 from ml_dtypes)."""
@@ -164,7 +196,9 @@ class ModelFolder:
         """Return a tensor of one element as float32."""
         info = self.info(name)
         if info.elements != 1:
-            raise ShardError("scale_shape", f"{name}: shape {list(info.shape)}, expected one number", tensor=name)
+            raise ShardError(
+                "scale_shape", f"{name}: shape {list(info.shape)}, expected one number", tensor=name
+            )
         return np.float32(self.tensor(name).reshape(())[()])
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
@@ -187,7 +221,11 @@ class ModelFolder:
         """config.json, which every model folder has."""
         config = self.json("config.json")
         if config is None:
-            raise ShardError("config_missing", f"{self.path}: no config.json", "copy it from the source checkpoint")
+            raise ShardError(
+                "config_missing",
+                f"{self.path}: no config.json",
+                "copy it from the source checkpoint",
+            )
         return config
 
     @property
@@ -213,7 +251,10 @@ class ModelFolder:
         return sorted(
             inside(self.path, f)
             for f in self.path.iterdir()
-            if f.is_file() and f.name != INDEX and not f.name.endswith(skipped) and not f.name.startswith(".")
+            if f.is_file()
+            and f.name != INDEX
+            and not f.name.endswith(skipped)
+            and not f.name.startswith(".")
         )
 
     # ---- the shards' names
@@ -224,10 +265,14 @@ class ModelFolder:
             return {}
         weights = index.get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-            raise ShardError("index_mismatch", f"{INDEX}: weight_map must map tensor names to file names")
+            raise ShardError(
+                "index_mismatch", f"{INDEX}: weight_map must map tensor names to file names"
+            )
         if not weights:
             raise ShardError("index_mismatch", f"{INDEX}: weight_map is empty")
-        invalid = next((n for n in weights if not n.isprintable() or len(n) > header.MAX_NAME), None)
+        invalid = next(
+            (n for n in weights if not n.isprintable() or len(n) > header.MAX_NAME), None
+        )
         if invalid is not None:
             raise ShardError("index_mismatch", f"{INDEX}: {invalid[:120]!a} is not a tensor name")
         return weights
@@ -238,20 +283,33 @@ class ModelFolder:
             return [SINGLE]
         if not files:
             other = sorted(f.name for f in self.path.iterdir() if f.suffix in OTHER_FORMATS)
-            content = f"it has {other[0]}, which is not safetensors" if other else "it holds no .safetensors file"
-            raise ShardError("no_weights", f"{self.path}: {content}", "give a checkpoint saved as safetensors")
+            content = (
+                f"it has {other[0]}, which is not safetensors"
+                if other
+                else "it holds no .safetensors file"
+            )
+            raise ShardError(
+                "no_weights", f"{self.path}: {content}", "give a checkpoint saved as safetensors"
+            )
         numbered = [_PART.search(f) for f in files]
         if all(numbered):
             total = int(numbered[0].group(2))  # type: ignore[union-attr]
             present = {int(m.group(1)) for m in numbered if m}
             missing = sorted(set(range(1, total + 1)) - present)
             if missing and total < 100_000:
-                raise ShardError("shard_missing", f"{self.path.name}: shard {missing[0]} of {total} is missing")
+                raise ShardError(
+                    "shard_missing", f"{self.path.name}: shard {missing[0]} of {total} is missing"
+                )
         return files
 
     def _checked(self, file: str) -> Path:
         """Return a shard's path: a plain name, inside the folder (or a hub cache's blobs, where its links point)."""
-        if Path(file).name != file or file in ("", ".", "..") or not file.isprintable() or "\\" in file:
+        if (
+            Path(file).name != file
+            or file in ("", ".", "..")
+            or not file.isprintable()
+            or "\\" in file
+        ):
             message = f"{INDEX}: {file[:120]!r} is not a plain file name"
             raise ShardError("path_escapes", message, "do not trust this folder")
         path = self.path / file
@@ -266,11 +324,15 @@ def read_object(path: Path) -> JsonObject | None:
         return None
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
-        raise ShardError("config_unreadable", f"{path.name}: {size} bytes, expected at most {MAX_JSON_BYTES}")
+        raise ShardError(
+            "config_unreadable", f"{path.name}: {size} bytes, expected at most {MAX_JSON_BYTES}"
+        )
     try:
         raw = path.read_bytes()
         value = json.loads(raw)
-        if b"\\ud" in raw.lower():  # half of a surrogate pair is not text: it could be stored nowhere
+        if (
+            b"\\ud" in raw.lower()
+        ):  # half of a surrogate pair is not text: it could be stored nowhere
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         message = f"{path.name}: not JSON ({str(error)[:80]})"
@@ -290,14 +352,20 @@ def inside(folder: Path, path: Path) -> Path:
     """Return `path`, or raise ShardError where it is a link that leaves the folder (other than to a hub cache's blobs)."""
     real, home = path.resolve(), folder.resolve()
     if real.parent != home and real.parent != home.parent.parent / "blobs":
-        raise ShardError("path_escapes", f"{path.name}: a link that leaves the folder", "do not trust this folder")
+        raise ShardError(
+            "path_escapes",
+            f"{path.name}: a link that leaves the folder",
+            "do not trust this folder",
+        )
     return path
 
 
 # ---- the hash of a model: of every byte that determines its answers
 
 HASHED_FILES = ("config.json", *PROMPT_FILES)
-DIRECT_BYTES = 256 << 20  # the content of larger files is hashed in parallel, and enters the model's hash by its own
+DIRECT_BYTES = (
+    256 << 20
+)  # the content of larger files is hashed in parallel, and enters the model's hash by its own
 
 
 def model_sha256(folder: str | os.PathLike) -> str:
@@ -307,9 +375,15 @@ def model_sha256(folder: str | os.PathLike) -> str:
     """
     digest = hashlib.sha256()
     folder = Path(folder)
-    paths = [folder / n for n in HASHED_FILES if (folder / n).is_file()] + sorted(folder.glob("*.safetensors"))
+    paths = [folder / n for n in HASHED_FILES if (folder / n).is_file()] + sorted(
+        folder.glob("*.safetensors")
+    )
     with ThreadPoolExecutor() as pool:
-        large = {p: pool.submit(_file_sha256, p, *_version(p)) for p in paths if p.stat().st_size > DIRECT_BYTES}
+        large = {
+            p: pool.submit(_file_sha256, p, *_version(p))
+            for p in paths
+            if p.stat().st_size > DIRECT_BYTES
+        }
         for path in paths:
             digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
             digest.update(large[path].result() if path in large else path.read_bytes())

@@ -56,20 +56,28 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
     """Return the size of a model folder, from its headers. linears: its quantized linears, where they are known."""
     if linears is None:
         linears = dialects.linears(folder)
-    quantized_bytes = sum(folder.info(t).size_bytes for linear in linears.values() for t in linear.tensors())
+    quantized_bytes = sum(
+        folder.info(t).size_bytes for linear in linears.values() for t in linear.tensors()
+    )
     quantized_weights = 0
     for linear in linears.values():
         with contextlib.suppress(ShardError):  # its shape is a finding of the audit
             quantized_weights += math.prod(linear.shape(folder))
     owned = owned_tensors(linears.values())
     plain = sum(folder.info(name).elements for name in folder if name not in owned)
-    return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)
+    return StoredSize(
+        folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights
+    )
 
 
 def is_tied(folder: ModelFolder) -> bool:
     """Return whether the embedding is also the head."""
     stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
-    return bool(stated) if stated is not None else not any(name.startswith("lm_head.") for name in folder)
+    return (
+        bool(stated)
+        if stated is not None
+        else not any(name.startswith("lm_head.") for name in folder)
+    )
 
 
 def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None = None) -> int:
@@ -96,7 +104,9 @@ def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None
 def gguf_size(path: Path) -> StoredSize:
     """Return the size of a GGUF file's tensors."""
     tensors = open_gguf(path)
-    weights = sum(int(t.n_elements) for name, t in tensors.items() if not name.endswith(GGUF_SCALES))
+    weights = sum(
+        int(t.n_elements) for name, t in tensors.items() if not name.endswith(GGUF_SCALES)
+    )
     return StoredSize(sum(int(t.n_bytes) for t in tensors.values()), weights)
 
 
@@ -158,7 +168,9 @@ def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
     heads = shape.num_key_value_heads or shape.num_attention_heads
     size = shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)
     keys_values = 2 * heads * size * element
-    full, sliding, linear = (shape.types.count(f"{kind}_attention") for kind in ("full", "sliding", "linear"))
+    full, sliding, linear = (
+        shape.types.count(f"{kind}_attention") for kind in ("full", "sliding", "linear")
+    )
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
     columns = 2 * shape.linear_num_key_heads * shape.linear_key_head_dim + values
     return Caches(

@@ -93,8 +93,12 @@ def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
         groups[-1].append(item)
         filled += item.size_bytes
     n = len(groups)
-    names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    heads = (header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups)
+    names = (
+        [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    )
+    heads = (
+        header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups
+    )
     return [ShardPlan(*fields) for fields in zip(names, heads, groups, strict=True)]
 
 
@@ -127,7 +131,9 @@ def write(
     if len(shards) > 1:
         weight_map = {t.name: s.name for s in shards for t in s.items}
         total_size = sum(t.size_bytes for s in shards for t in s.items)
-        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        )
     return [folder / s.name for s in shards]
 
 
@@ -160,7 +166,10 @@ def is_complete(folder: Path, shard: ShardPlan) -> bool:
     """Return whether an earlier run completed this shard: same header, same length."""
     try:
         with (folder / shard.name).open("rb") as file:
-            return file.read(len(shard.head)) == shard.head and os.fstat(file.fileno()).st_size == shard.size_bytes
+            return (
+                file.read(len(shard.head)) == shard.head
+                and os.fstat(file.fileno()).st_size == shard.size_bytes
+            )
     except OSError:
         return False
 
@@ -191,23 +200,33 @@ class QuantSettings:
 def write_settings(target: Path, config: JsonObject, settings: QuantSettings | None) -> None:
     """Write config.json with the quantization settings, and the dialect's other files. None: for plain weights."""
     if settings is None:
-        write_json(target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"})
+        write_json(
+            target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"}
+        )
         return
     for name, value in settings.files.items():
         write_json(target / name, value)
-    write_json(target / "config.json", config | {"quantization_config": settings.quantization_config})
+    write_json(
+        target / "config.json", config | {"quantization_config": settings.quantization_config}
+    )
 
 
 # ---- the folder, which appears under its name only when it is complete
 
 
-def check_output(output: Path, force: bool, inputs: Iterable[str | os.PathLike | None] = ()) -> None:
+def check_output(
+    output: Path, force: bool, inputs: Iterable[str | os.PathLike | None] = ()
+) -> None:
     """Raise UsageError where `output` is a file, a link, or a folder with content (without `force`), or holds an input."""
     if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
+        raise UsageError(
+            f"{output} is a file or a link, expected a folder to create", "choose another --output"
+        )
     check_inputs(output, inputs)
     if output.exists() and any(output.iterdir()) and not force:
-        raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
+        raise UsageError(
+            f"{output} exists and is not empty", "choose another --output, or add --force"
+        )
 
 
 @contextlib.contextmanager
@@ -243,7 +262,11 @@ def staged(
         take_name(part, output)
     except BaseException as error:
         # A fault of the source would occur again; a full disk or Ctrl-C would not.
-        may_pass = not isinstance(error, Exception) or isinstance(error, OSError) or type(error) is EnvironmentFault
+        may_pass = (
+            not isinstance(error, Exception)
+            or isinstance(error, OSError)
+            or type(error) is EnvironmentFault
+        )
         keep = key is not None and may_pass and any(part.glob("*.safetensors"))
         raise
     finally:
@@ -258,7 +281,11 @@ def check_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> No
     target = output.resolve()
     for path in inputs:
         if path is not None and target in (source := Path(path).resolve(), *source.parents):
-            reason = "is the checkpoint itself" if target == source else f"contains {source.name}, which is read"
+            reason = (
+                "is the checkpoint itself"
+                if target == source
+                else f"contains {source.name}, which is read"
+            )
             raise UsageError(f"{output} {reason}", "choose another --output")
 
 
@@ -266,7 +293,9 @@ def check_name(output: str | os.PathLike) -> Path:
     """Return the path of an output folder, or raise UsageError where it has no name of its own (".", "..", "/")."""
     output = Path(output)
     if output.name in ("", ".."):
-        raise UsageError(f"{output}: expected the name of a folder to create", "for example --output ./out")
+        raise UsageError(
+            f"{output}: expected the name of a folder to create", "for example --output ./out"
+        )
     return output
 
 

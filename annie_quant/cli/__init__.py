@@ -9,7 +9,14 @@ from typing import NoReturn
 import click
 
 from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
-from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, emit, stop_signals_raise
+from annie_quant.cli.terminal import (
+    Stopped,
+    clean_library_messages,
+    console,
+    describe,
+    emit,
+    stop_signals_raise,
+)
 from annie_quant.core.errors import AnnieError
 
 
@@ -21,13 +28,25 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(limit=500)) for name, each in self.commands.items()])
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=500)) for name, each in self.commands.items()]
+            )
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
 @click.option("--version", "show_version", is_flag=True, help="Print the version and exit.")
-@click.option("--verbose", is_flag=True, help="With --version: also what is installed, and how to install the rest.")
-@click.option("--json", "as_json", is_flag=True, help="With --version: the same as one JSON object.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="With --version: also what is installed, and how to install the rest.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="With --version: the same as one JSON object."
+)
 @click.pass_context
 def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool) -> None:
     """Quantize fine-tuned Qwen3.5 to NVFP4, verify its behaviour, serve it, time it, report."""
@@ -35,17 +54,36 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
         doctor.show_version(verbose, as_json)
         context.exit()
     if verbose or as_json:
-        raise click.UsageError("--verbose and --json need --version, or follow a command that has them")
+        raise click.UsageError(
+            "--verbose and --json need --version, or follow a command that has them"
+        )
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 for each in (
-    quantize.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
-    checkpoint.compare, checkpoint.evaluate, checkpoint.lm_eval, checkpoint.retention, quantize.search, quantize.serve,
-    doctor.doctor, doctor.validate_gpu, bench.bench, bench.attribute, report.report, report.export, report.publish,
+    quantize.demo,
+    data.record_command,
+    data.init,
+    data.data,
+    quantize.quantize,
+    checkpoint.audit,
+    checkpoint.convert,
+    checkpoint.compare,
+    checkpoint.evaluate,
+    checkpoint.lm_eval,
+    checkpoint.retention,
+    quantize.search,
+    quantize.serve,
+    doctor.doctor,
+    doctor.validate_gpu,
+    bench.bench,
+    bench.attribute,
+    report.report,
+    report.export,
+    report.publish,
     report.explain,
-):  # fmt: skip
+):
     cli.add_command(each)
 
 

@@ -99,9 +99,20 @@ class BenchOptions(opt.Sides, frozen=True, kw_only=True):
 
 # Options that are settings of a benchmark under the same name (bench.run).
 SETTINGS = (
-    "candidate", "reference", "incumbent", "warmup", "runs", "concurrency", "rates", "prefix_cache", "budget_s",
-    "noise_share", "stop_early", "reference_run", "seed",
-)  # fmt: skip
+    "candidate",
+    "reference",
+    "incumbent",
+    "warmup",
+    "runs",
+    "concurrency",
+    "rates",
+    "prefix_cache",
+    "budget_s",
+    "noise_share",
+    "stop_early",
+    "reference_run",
+    "seed",
+)
 
 
 @opt.command(BenchOptions)
@@ -120,7 +131,10 @@ def bench(options: BenchOptions) -> None:
     if options.aa and options.backend_b:
         raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
     if stored and not (stored / "bench.json").is_file():
-        raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
+        raise UsageError(
+            f"--watch {stored}: it has no bench.json",
+            "pass the folder of a finished annie-quant bench",
+        )
     backends, workloads = backends_of(options), workloads_of(options)
     settings = opt.picked(options, *SETTINGS)
     if options.aa:
@@ -166,7 +180,13 @@ def backends_of(options: BenchOptions) -> list[Backend]:
     sides = [(name, url, options.endpoint_a), *([(*second, endpoint)] if second else [])]
     headers = key_headers(options.key_env)
     return [
-        Backend(name, url, headers=headers, endpoint=api, meta=local_process(url) if options.sustain_s else {})
+        Backend(
+            name,
+            url,
+            headers=headers,
+            endpoint=api,
+            meta=local_process(url) if options.sustain_s else {},
+        )
         for name, url, api in sides
     ]
 
@@ -194,7 +214,9 @@ def workloads_of(options: BenchOptions) -> list[Workload]:
     return chosen
 
 
-def document(aggregates: Aggregates, verdict: Verdict, report: Path, compared: Regression | None) -> dict[str, object]:
+def document(
+    aggregates: Aggregates, verdict: Verdict, report: Path, compared: Regression | None
+) -> dict[str, object]:
     """Return what --json prints."""
     result = msgspec.structs.asdict(verdict) | {
         "roles": aggregates.roles,
@@ -274,8 +296,13 @@ def attribute(options: AttributeOptions) -> None:
     if options.n:
         workloads = annie_quant.judge.sample(workloads, options.n, options.seed)
     with RunDirectory(options.output).locked(), console.task("attribute") as step:
-        headers, limits = key_headers(options.key_env), (options.arms, options.timeout_s, options.seed)
-        result = attribution.AttributionRun(target, workloads, options.output, headers, *limits, step).run()
+        headers, limits = (
+            key_headers(options.key_env),
+            (options.arms, options.timeout_s, options.seed),
+        )
+        result = attribution.AttributionRun(
+            target, workloads, options.output, headers, *limits, step
+        ).run()
     if options.as_json:
         emit(result)
     else:
@@ -289,7 +316,9 @@ def target_of(options: AttributeOptions) -> Target:
     from annie_quant.ops import attribution_servers as servers
 
     trusted, suspect = choices("--trusted", options.trusted), choices("--suspect", options.suspect)
-    if (options.checkpoint is not None) + (options.server_cmd is not None) + (options.urls is not None) != 1:
+    if (options.checkpoint is not None) + (options.server_cmd is not None) + (
+        options.urls is not None
+    ) != 1:
         raise click.UsageError("give one of --checkpoint, --server-cmd and --urls")
     if options.server_cmd is not None:
         return servers.CommandTarget(options.server_cmd, trusted, suspect)
@@ -297,7 +326,9 @@ def target_of(options: AttributeOptions) -> Target:
         return servers.UrlTarget(*options.urls, trusted, suspect)
     assert options.checkpoint is not None
     models = options.checkpoint, options.reference
-    return servers.RuntimeTarget(options.runtime, models, (trusted, suspect), options.output, options.use)
+    return servers.RuntimeTarget(
+        options.runtime, models, (trusted, suspect), options.output, options.use
+    )
 
 
 def choices(option: str, values: Sequence[str]) -> dict[str, str]:
@@ -307,6 +338,9 @@ def choices(option: str, values: Sequence[str]) -> dict[str, str]:
         name, separator, value = item.partition("=")
         if not separator or name in result:
             problem = "is repeated" if separator else "has no value"
-            raise UsageError(f"{option} {item}: {name!r} {problem}", f"write it as {option} {shlex.quote(name)}=VALUE")
+            raise UsageError(
+                f"{option} {item}: {name!r} {problem}",
+                f"write it as {option} {shlex.quote(name)}=VALUE",
+            )
         result[name] = value
     return result

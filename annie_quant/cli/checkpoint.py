@@ -26,8 +26,18 @@ from annie_quant.core.errors import need
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Audit, Evaluation, TensorRow
 
-COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
-           "rel_l2")  # fmt: skip
+COLUMNS = (
+    "name",
+    "format",
+    "shape",
+    "group",
+    "tensor_scale",
+    "input_scale",
+    "scale_min",
+    "scale_max",
+    "zero_blocks",
+    "rel_l2",
+)
 
 
 class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +71,11 @@ def audit(options: AuditOptions) -> None:
     if options.repair:
         with console.task("repair"):
             repaired = annie_quant.checkpoint.repair(
-                checkpoint, source=source, output=options.output, names=options.names, force=options.force
+                checkpoint,
+                source=source,
+                output=options.output,
+                names=options.names,
+                force=options.force,
             )
         checkpoint = Path(repaired.path)
     result = annie_quant.checkpoint.audit(checkpoint, source=source)
@@ -82,7 +96,9 @@ def audit(options: AuditOptions) -> None:
 def print_audit(path: Path, result: Audit, tensors: bool) -> None:
     """Print the summary, the loaders, and the findings, one line per code; with `tensors` one line per tensor and finding."""
     summary = result.to_dict()["summary"]
-    console.print_mapping(str(path), {k: v for k, v in summary.items() if k not in ("loads", "servers")})
+    console.print_mapping(
+        str(path), {k: v for k, v in summary.items() if k not in ("loads", "servers")}
+    )
     for line in summary["loads"]:
         console.line(f"  {line}")
     if tensors:
@@ -104,7 +120,9 @@ def advice(result: Audit, source: Path | None) -> str:
     count = f"{len(result.findings)} finding{'s' if len(result.findings) != 1 else ''}"
     if repair is None:
         return f"{count}; no command repairs this folder: copy or quantize it again"
-    place = " (SOURCE: the bf16 checkpoint that it was made from)" if repair.endswith(" SOURCE") else ""
+    place = (
+        " (SOURCE: the bf16 checkpoint that it was made from)" if repair.endswith(" SOURCE") else ""
+    )
     return f"{count}; to repair a copy: {repair}{place}"
 
 
@@ -113,14 +131,22 @@ def print_tensors(rows: list[TensorRow]) -> None:
     table = [list(COLUMNS), *([_cell(getattr(row, c)) for c in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:  # lines are never wrapped, so that they can be searched and paged
-        console.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        console.line(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def _cell(value: object) -> str:
     """Return a cell's text: 512x256 for a shape, four digits for a number, nothing for None."""
     if isinstance(value, list):
         return "x".join(map(str, value))
-    return "" if value is None or value is UNSET else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        ""
+        if value is None or value is UNSET
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +207,9 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 def compare(options: CompareOptions) -> None:
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
     with console.task("compare"):
-        comparison = annie_quant.checkpoint.compare(options.source, annie_quant.checkpoint.labels(options.forms))
+        comparison = annie_quant.checkpoint.compare(
+            options.source, annie_quant.checkpoint.labels(options.forms)
+        )
         if options.plot:
             comparison.plot(options.plot)
     if options.as_json:
@@ -249,10 +277,17 @@ def evaluate(options: EvalOptions) -> None:
         result = evaluation.run(job, step)
     speed = decode_speed.predict_if_readable(job.checkpoint)
     if options.as_json:
-        emit(result.to_dict() | {"notes": [*job.faults, *result.notes], "predicted": msgspec.to_builtins(speed)})
+        emit(
+            result.to_dict()
+            | {"notes": [*job.faults, *result.notes], "predicted": msgspec.to_builtins(speed)}
+        )
     else:
         console.print_lines(tables.evaluation_lines(result, job.checkpoint.name, console.width))
-        for line in (*result.notes, *summary_lines(result), *([decode_speed.describe(speed)] if speed else [])):
+        for line in (
+            *result.notes,
+            *summary_lines(result),
+            *([decode_speed.describe(speed)] if speed else []),
+        ):
             console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)
@@ -262,7 +297,11 @@ def summary_lines(result: Evaluation) -> list[str]:
     """Return a line per numerics and scored text, and per ensemble the gates whose counts differ between its members."""
     members, ranges = {}, {}
     for name, side in result.numerics.items():
-        own = {k.removeprefix(f"{name}+"): m for k, m in result.members.items() if k.startswith(f"{name}+")}
+        own = {
+            k.removeprefix(f"{name}+"): m
+            for k, m in result.members.items()
+            if k.startswith(f"{name}+")
+        }
         members[name], ranges[name] = own, list[str]()
         for gate, row in side.gates.items():
             passes = [row.passes, *(m.gates[gate].passes for m in own.values() if gate in m.gates)]
@@ -272,7 +311,9 @@ def summary_lines(result: Evaluation) -> list[str]:
 
 
 @click.command(
-    name="lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False
+    name="lm-eval",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def lm_eval(arguments: tuple[str, ...]) -> None:

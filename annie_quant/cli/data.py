@@ -22,7 +22,9 @@ from annie_quant.core.untrusted import JsonObject, decode_json
 FILE = click.Path(path_type=Path, exists=True)
 FILE_OR_STDIN = click.Path(path_type=Path, allow_dash=True)
 POSITIVE = click.FloatRange(0, min_open=True)
-MaskPersonal = Annotated[bool, Option("Mask email addresses, phone and card numbers, and names that users state.")]
+MaskPersonal = Annotated[
+    bool, Option("Mask email addresses, phone and card numbers, and names that users state.")
+]
 MaskWord = Annotated[tuple[str, ...], Option("Mask this text; repeatable.", metavar="WORD")]
 
 
@@ -71,7 +73,9 @@ def data(options: DataOptions) -> None:
         who = conversations.load_persona(options.persona)
         rows = conversations.read_rows(options.output)
         conversations.check_prompt_hash(rows, options.persona)
-        conversations.check_apart(rows, *options.apart_from, gates=options.split != "gate", persona=who)
+        conversations.check_apart(
+            rows, *options.apart_from, gates=options.split != "gate", persona=who
+        )
         result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {options.teacher}") as step:
@@ -79,9 +83,21 @@ def data(options: DataOptions) -> None:
             result = conversations.generate(
                 progress=step,
                 options=conversations.Options(options.teacher_model, options.url, *limits),
-                **picked(options, "persona", "teacher", "n", "output", "seed", "split", "apart_from", "force"),
+                **picked(
+                    options,
+                    "persona",
+                    "teacher",
+                    "n",
+                    "output",
+                    "seed",
+                    "split",
+                    "apart_from",
+                    "force",
+                ),
             )
-    emit(result) if options.as_json else console.print_mapping(str(options.output), msgspec.to_builtins(result))
+    emit(result) if options.as_json else console.print_mapping(
+        str(options.output), msgspec.to_builtins(result)
+    )
     sys.exit(0 if result.ok else 1)
 
 
@@ -153,7 +169,9 @@ def read_text(path: Path) -> str:
         return text.removeprefix("\N{BYTE ORDER MARK}")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin") from None
+        raise UsageError(
+            f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin"
+        ) from None
 
 
 def read_tools(path: Path) -> list[JsonObject]:
@@ -171,13 +189,17 @@ def read_tools(path: Path) -> list[JsonObject]:
     tools = tools_of(document)
     if tools is None or len(tools) != len(document):
         raise UsageError(
-            f"{path} is not a list of OpenAI function tools", '[{"type": "function", "function": {"name": ...}}]'
+            f"{path} is not a list of OpenAI function tools",
+            '[{"type": "function", "function": {"name": ...}}]',
         )
     definitions: dict[str, JsonObject] = {}
     for tool in tools:
         name = tool["function"]["name"]
         if definitions.setdefault(name, tool) != tool:
-            raise UsageError(f"{path} defines the tool {name} twice, and differently", "remove one of the definitions")
+            raise UsageError(
+                f"{path} defines the tool {name} twice, and differently",
+                "remove one of the definitions",
+            )
     return list(definitions.values())
 
 
@@ -235,7 +257,9 @@ def record_command(options: RecordOptions) -> None:
     else:
         console.print_mapping(str(options.output), without(result, "output", "left_out", "masked"))
         for reason, n in sorted(result.left_out.items(), key=lambda item: -item[1]):
-            console.note(f"{n:,} × {reason if reason.startswith('answer ') else f'not recorded: {reason}'}")
+            console.note(
+                f"{n:,} × {reason if reason.startswith('answer ') else f'not recorded: {reason}'}"
+            )
         for kind, n in sorted(result.masked.items()):
             console.note(f"masked: {n} × {kind}")
         if result.lines:

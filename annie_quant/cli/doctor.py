@@ -115,7 +115,9 @@ def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], d
 
     if options.checkpoint is None:
         return describe_server(url, headers), {}
-    findings, result = check_served(url, options.checkpoint, options.reference, options.load_report, headers)
+    findings, result = check_served(
+        url, options.checkpoint, options.reference, options.load_report, headers
+    )
     return findings, {"fingerprint": {"name": result.name, **asdict(result)}}
 
 
@@ -128,7 +130,12 @@ def print_findings(findings: Iterable[CheckResult]) -> None:
             console.line(f"    → {finding.fix}")
 
 
-BACKEND_MARKS = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "failed": "[yellow]·[/]", "missing": "[dim]·[/]"}
+BACKEND_MARKS = {
+    "right": "[green]✓[/]",
+    "wrong": "[red]✗[/]",
+    "failed": "[yellow]·[/]",
+    "missing": "[dim]·[/]",
+}
 
 
 class ValidateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +192,9 @@ def print_stack(result: StackResult) -> None:
             console.line(f"    {backend.cause}")
             console.line(f"    → {backend.remedy}")
     switch = f"   {result.switch}" if result.switch else ""
-    console.line(f"choose {result.choose}{switch}" if result.choose else "no FP4 backend is right here")
+    console.line(
+        f"choose {result.choose}{switch}" if result.choose else "no FP4 backend is right here"
+    )
     if result.note:
         console.line(result.note)
 
@@ -206,7 +215,11 @@ def show_version(verbose: bool, as_json: bool) -> None:
     if as_json:
         emit(inspect_installation())
         return
-    lines = version_lines(inspect_installation()) if verbose else [f"annie-quant, version {__version__}"]
+    lines = (
+        version_lines(inspect_installation())
+        if verbose
+        else [f"annie-quant, version {__version__}"]
+    )
     click.echo("\n".join(lines))
 
 
@@ -218,12 +231,22 @@ def inspect_installation() -> JsonObject:
     modules = {name: inspect_module(name) for name in native.BUILDS}
     extras = inspect_extras(declared_requirements())
     fixes = {name: module["fix"] for name, module in modules.items() if not module["loaded"]}
-    fixes |= {f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, e in extras.items() if e["missing"]}
+    fixes |= {
+        f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"'
+        for name, e in extras.items()
+        if e["missing"]
+    }
     threads = " free-threaded" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     python = f"{platform.python_implementation()} {platform.python_version()}{threads} ({sys.executable})"
     machine = f"{platform.platform()}, {os.cpu_count()} processors"
-    return {"version": __version__, "python": python, "platform": machine, "modules": modules, "extras": extras,
-            "fixes": fixes}  # fmt: skip
+    return {
+        "version": __version__,
+        "python": python,
+        "platform": machine,
+        "modules": modules,
+        "extras": extras,
+        "fixes": fixes,
+    }
 
 
 def inspect_module(name: str) -> JsonObject:
@@ -235,10 +258,17 @@ def inspect_module(name: str) -> JsonObject:
     file = Path(str(module.__file__))
     info: JsonObject = {"loaded": True, "file": str(file), "size_bytes": file.stat().st_size}
     if name == "_nvfp4":
-        return info | {"variants": [*module.variants()], "variant": module.variant(), "threads": module.threads()}
+        return info | {
+            "variants": [*module.variants()],
+            "variant": module.variant(),
+            "threads": module.threads(),
+        }
     if name == "_stream":
         # A wheel contains its libraries: auditwheel puts them in annie_quant.libs.
-        return info | {"libcurl": module.CURL_VERSION, "bundled": (file.parent.parent / "annie_quant.libs").is_dir()}
+        return info | {
+            "libcurl": module.CURL_VERSION,
+            "bundled": (file.parent.parent / "annie_quant.libs").is_dir(),
+        }
     return info | {"cuda_architectures": module.ARCHS.split(",")}
 
 
@@ -268,7 +298,10 @@ def inspect_extras(requirements: Iterable[str]) -> dict[str, JsonObject]:
 def version_lines(info: JsonObject) -> list[str]:
     """Return one line per item, each followed by the command that installs it if it is missing."""
     without = {name: build.without for name, build in native.BUILDS.items()}
-    rows = [line.split(": ", 1) for line in render_text("version.txt", info=info, without=without).splitlines()]
+    rows = [
+        line.split(": ", 1)
+        for line in render_text("version.txt", info=info, without=without).splitlines()
+    ]
     width = max(len(name) for name, _ in rows)
     out = [f"annie-quant {__version__}"]
     for name, text in rows:

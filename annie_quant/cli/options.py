@@ -63,7 +63,10 @@ class CommaSeparated(click.ParamType[tuple[object, ...]]):
         self.kind = kind
 
     def convert(
-        self, value: str | tuple[object, ...], param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: str | tuple[object, ...],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> tuple[object, ...]:
         if isinstance(value, tuple):
             return value
@@ -73,7 +76,9 @@ class CommaSeparated(click.ParamType[tuple[object, ...]]):
             raise click.UsageError(f"{value!r} is not a list of numbers; write it as 1,8") from None
 
 
-def command(options: type[Options], name: str = "") -> Callable[[Callable[[Options], None]], click.Command]:
+def command(
+    options: type[Options], name: str = ""
+) -> Callable[[Callable[[Options], None]], click.Command]:
     """Return a decorator that makes a command of a function of `options`. name: default: the function's."""
 
     def decorate(function: Callable[[Options], None]) -> click.Command:
@@ -81,9 +86,13 @@ def command(options: type[Options], name: str = "") -> Callable[[Callable[[Optio
             function(options(**values))
 
         texts = documented_fields(options)
-        own_first = sorted(msgspec.structs.fields(options), key=lambda f: f.name not in options.__annotations__)
+        own_first = sorted(
+            msgspec.structs.fields(options), key=lambda f: f.name not in options.__annotations__
+        )
         parameters = [_parameter(field, texts.get(field.name, "")) for field in own_first]
-        return click.Command(name or function.__name__, callback=callback, params=parameters, help=function.__doc__)
+        return click.Command(
+            name or function.__name__, callback=callback, params=parameters, help=function.__doc__
+        )
 
     return decorate
 
@@ -107,7 +116,9 @@ def _parameter(field: msgspec.structs.FieldInfo, text: str) -> click.Parameter:
     items = get_args(kind) if get_origin(kind) is tuple else ()
     if isinstance(given, Argument):
         count = -1 if items else 1
-        return click.Argument([field.name], type=_click_type(kind), required=field.required, nargs=count)
+        return click.Argument(
+            [field.name], type=_click_type(kind), required=field.required, nargs=count
+        )
     declared = [f"--{given.name or field.name.replace('_', '-')}", field.name]
     text = given.help or text
     if kind is bool:
@@ -125,7 +136,9 @@ def _parameter(field: msgspec.structs.FieldInfo, text: str) -> click.Parameter:
         help=text,
     )
     if not field.required:  # click takes a default of None for a value
-        option.default = ",".join(map(str, field.default)) if given.listed and field.default else field.default
+        option.default = (
+            ",".join(map(str, field.default)) if given.listed and field.default else field.default
+        )
         option.show_default = field.default not in (None, "", ())
     return option
 
@@ -156,12 +169,17 @@ def _click_type(kind: object, least: float | None = None) -> click.ParamType[Any
 AsJson = Annotated[bool, Option("Print one JSON object on stdout and nothing else.", name="json")]
 Force = Annotated[bool, Option("Replace an existing output.")]
 PersonaName = Annotated[
-    str | None, Option("Built-in persona, JSON file, or folder of annie-quant init. Default: annie.")
+    str | None,
+    Option("Built-in persona, JSON file, or folder of annie-quant init. Default: annie."),
 ]
-WorkloadNames = Annotated[str | None, Option("Names (also bfcl), files, folders, by commas. Default: the persona's.")]
+WorkloadNames = Annotated[
+    str | None, Option("Names (also bfcl), files, folders, by commas. Default: the persona's.")
+]
 AllowMismatch = Annotated[bool, Option("Accept data that was made for another system prompt.")]
 PerGate = Annotated[int, Option("Prompts per gate.", least=1)]
-KeyVariable = Annotated[str | None, Option("Environment variable with the API key of the servers.", metavar="NAME")]
+KeyVariable = Annotated[
+    str | None, Option("Environment variable with the API key of the servers.", metavar="NAME")
+]
 
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,16 @@ import msgspec
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.options import AllowMismatch, Argument, AsJson, Force, Option, PersonaName, command, picked
+from annie_quant.cli.options import (
+    AllowMismatch,
+    Argument,
+    AsJson,
+    Force,
+    Option,
+    PersonaName,
+    command,
+    picked,
+)
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import CheckpointError
@@ -72,7 +81,16 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Options that are settings of quantize.run under the same name.
-SETTINGS = ("calib_data", "calib_samples", "persona", "scale", "force", "seed", "allow_prompt_mismatch", "kv_cache")
+SETTINGS = (
+    "calib_data",
+    "calib_samples",
+    "persona",
+    "scale",
+    "force",
+    "seed",
+    "allow_prompt_mismatch",
+    "kv_cache",
+)
 
 
 @command(QuantizeOptions)
@@ -157,7 +175,9 @@ def serve(options: ServeOptions) -> None:
         server.wait()
 
 
-NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
+NEXT = (
+    "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
+)
 
 
 @command(SearchSettings)
@@ -172,7 +192,9 @@ def search(settings: SearchSettings) -> None:
     else:
         rows = [(row.strategy, *side) for row in result.strategies for side in row.numerics.items()]
         sides = [tables.Column.of(f"{strategy} {kind}", side) for strategy, kind, side in rows]
-        console.print_lines(tables.side_lines(sides, tables.Column("bf16", result.reference), console.width))
+        console.print_lines(
+            tables.side_lines(sides, tables.Column("bf16", result.reference), console.width)
+        )
         for line in tables.search_tree(result):
             console.print_lines(tables.wrap_tree(line, console.width))
         console.note(tables.search_outcome(result))

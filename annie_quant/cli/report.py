@@ -51,7 +51,9 @@ def report(options: ReportOptions) -> None:
     folders, stated = options.run_dirs, stated_roles(options)
     if options.judge or stated.names:
         if len(folders) > 1 or options.verify:
-            raise click.UsageError("--judge and roles are for the report of one run, without --verify")
+            raise click.UsageError(
+                "--judge and roles are for the report of one run, without --verify"
+            )
         console.note(write_judgement(folders[0], stated).verdict.sentence)
     if len(folders) == 1 and options.output is not None:
         raise click.UsageError(
@@ -60,17 +62,26 @@ def report(options: ReportOptions) -> None:
     if options.verify:
         checks = {folder: annie_quant.report.verify(folder) for folder in folders}
         for folder, check in checks.items():
-            for line in (f"{folder}: {check.summary}", *(f"  {d.message}" for d in check.differences)):
+            for line in (
+                f"{folder}: {check.summary}",
+                *(f"  {d.message}" for d in check.differences),
+            ):
                 echo(line)
         sys.exit(1 if any(check.differences for check in checks.values()) else 0)
     several = len(folders) > 1
-    paths = trends.build(folders, options.output or Path("trends")) if several else annie_quant.report.build(folders[0])
+    paths = (
+        trends.build(folders, options.output or Path("trends"))
+        if several
+        else annie_quant.report.build(folders[0])
+    )
     for path in paths:
         echo(str(path))
 
 
 def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
-    return Roles(candidate=options.candidate, reference=options.reference, incumbent=options.incumbent)
+    return Roles(
+        candidate=options.candidate, reference=options.reference, incumbent=options.incumbent
+    )
 
 
 class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,14 +144,27 @@ def publish(options: PublishOptions) -> None:
     if stated.names:
         write_judgement(options.run_dir, stated)
     with console.task("audit and card"):
-        names = ("model", "checkpoint", "base_model", "license", "calib_data", "with_report", "with_records")
-        settings = picked(options, *names) | {"private": not options.public, "forced": options.force}
+        names = (
+            "model",
+            "checkpoint",
+            "base_model",
+            "license",
+            "calib_data",
+            "with_report",
+            "with_records",
+        )
+        settings = picked(options, *names) | {
+            "private": not options.public,
+            "forced": options.force,
+        }
         plan = publishing.prepare(options.run_dir, options.repo, **settings)
     if not options.as_json:
         for file in plan.files:
             echo(f"{size(file.size_bytes):>10}  {file.path}")
         visibility = "public" if options.public else "private"
-        console.note(f"{len(plan.files)} files, {size(plan.size_bytes)}, to {options.repo} ({visibility})")
+        console.note(
+            f"{len(plan.files)} files, {size(plan.size_bytes)}, to {options.repo} ({visibility})"
+        )
         console.note(f"card: {plan.folder / 'README.md'}")
         for line in plan.objections:
             console.note(f"objection: {line}")
@@ -150,7 +174,9 @@ def publish(options: PublishOptions) -> None:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
     uploaded = publishing.upload(plan, progress=console.note)
-    emit(asdict(plan) | asdict(uploaded)) if options.as_json else console.note(f"uploaded: {uploaded.url}")
+    emit(asdict(plan) | asdict(uploaded)) if options.as_json else console.note(
+        f"uploaded: {uploaded.url}"
+    )
 
 
 class ExplainOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +189,10 @@ def explain(options: ExplainOptions) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
     from annie_quant.checkpoint.checks import CODES, DEADLY
 
-    exits = {str(number): {"meaning": f"Exit code {number}: {text}."} for number, text in EXIT_CODES.items()}
+    exits = {
+        str(number): {"meaning": f"Exit code {number}: {text}."}
+        for number, text in EXIT_CODES.items()
+    }
     codes = {name: explanation._asdict() for name, explanation in CODES.items()}
     code = options.code
     if code is None and options.as_json:
@@ -171,18 +200,25 @@ def explain(options: ExplainOptions) -> None:
         return
     if code is None:
         meanings = {f"exit code {number}": text for number, text in EXIT_CODES.items()}
-        for name, text in (meanings | {name: explanation.meaning for name, explanation in CODES.items()}).items():
+        for name, text in (
+            meanings | {name: explanation.meaning for name, explanation in CODES.items()}
+        ).items():
             console.line(f"{name}: {text}")
         return
     if code not in exits | codes:
         near = difflib.get_close_matches(code, CODES, 3)
         similar = f"; similar: {', '.join(near)}" if near else ""
-        raise UsageError(f"unknown code {code[:60]!r}{similar}", "annie-quant explain lists all codes")
+        raise UsageError(
+            f"unknown code {code[:60]!r}{similar}", "annie-quant explain lists all codes"
+        )
     result = {"code": code, **(exits | codes)[code]}
     if code in DEADLY:
         result["servers"] = "cannot load the checkpoint, or their answers are useless"
     if options.as_json:
         emit(result)
         return
-    for line in (result["meaning"], *(f"{key}: {result[key]}" for key in ("servers", "fix") if key in result)):
+    for line in (
+        result["meaning"],
+        *(f"{key}: {result[key]}" for key in ("servers", "fix") if key in result),
+    ):
         console.line(line)

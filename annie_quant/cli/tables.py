@@ -22,7 +22,11 @@ AGAINST = {
     "label": "with the workload's labels",
     "rule": "with a rule alone",
 }
-ABSOLUTE: dict[documents.Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+ABSOLUTE: dict[documents.Outcome, str] = {
+    "pass": "meets",
+    "fail": "misses",
+    "undecided": "undecided",
+}
 
 
 JudgedSide = documents.ServedSide | documents.OfflineSide | documents.SearchNumerics
@@ -59,7 +63,10 @@ def gate_lines(
     answers are compared with (bf16's own answers, labels, or a rule that needs neither); a footnote where the width has no room.
     """
     gates = _ordered([*([reference] if reference else []), *(c.gates for c in columns)])
-    n = {g: max((c.gates[g].n for c in columns if g in c.gates), default=result.n) for g, result in gates.items()}
+    n = {
+        g: max((c.gates[g].n for c in columns if g in c.gates), default=result.n)
+        for g, result in gates.items()
+    }
     titles = [result.title or title(gate) for gate, result in gates.items()]
     head = [["gate", *titles], ["n", *map(str, n.values())]]
     if any(losses := [_finds(columns, gate) for gate in gates]):
@@ -70,32 +77,48 @@ def gate_lines(
     if any(result.basis for result in gates.values()):
         against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
         wider = _tables([*head, against, *own], cells, width)
-        if len(wider) == len(tables) and all(sum(map(_width, t)) + len(t) - 1 <= width for t in wider):
+        if len(wider) == len(tables) and all(
+            sum(map(_width, t)) + len(t) - 1 <= width for t in wider
+        ):
             tables = wider
         else:
             notes = wrap(_basis_note(gates), width)
     lines: list[str] = []
     for table in tables:
-        lines += ([""] if lines else []) + _rows(table, [result.advisory for result in gates.values()])
+        lines += ([""] if lines else []) + _rows(
+            table, [result.advisory for result in gates.values()]
+        )
     return [line[:width].rstrip() for line in [*lines, *notes]]
 
 
-def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -> list[list[list[str]]]:
+def _tables(
+    head: Sequence[list[str]], cells: Sequence[list[str]], width: int
+) -> list[list[list[str]]]:
     """Return the columns of each table: the head's, then as many sides as the width has room for, at least one."""
     tables = [list(head)]
     for side in cells:
-        if len(tables[-1]) > len(head) and sum(map(_width, [*tables[-1], side])) + len(tables[-1]) > width:
+        if (
+            len(tables[-1]) > len(head)
+            and sum(map(_width, [*tables[-1], side])) + len(tables[-1]) > width
+        ):
             tables.append(list(head))
         tables[-1].append(side)
     return tables
 
 
 def _basis_note(gates: Mapping[str, documents.GateResult]) -> str:
-    names = {basis: [r.title or title(gate) for gate, r in gates.items() if r.basis == basis] for basis in AGAINST}
-    return "; ".join(f"{text}: {', '.join(names[basis])}" for basis, text in AGAINST.items() if names[basis])
+    names = {
+        basis: [r.title or title(gate) for gate, r in gates.items() if r.basis == basis]
+        for basis in AGAINST
+    }
+    return "; ".join(
+        f"{text}: {', '.join(names[basis])}" for basis, text in AGAINST.items() if names[basis]
+    )
 
 
-def _ordered(tables: Sequence[Mapping[str, documents.GateResult]]) -> dict[str, documents.GateResult]:
+def _ordered(
+    tables: Sequence[Mapping[str, documents.GateResult]],
+) -> dict[str, documents.GateResult]:
     """Return the gates of all tables, deciding ones first."""
     first: dict[str, documents.GateResult] = {}
     for table in tables:
@@ -106,7 +129,11 @@ def _ordered(tables: Sequence[Mapping[str, documents.GateResult]]) -> dict[str, 
 
 
 def _finds(columns: Sequence[Column], gate: str) -> str:
-    known = [loss for c in columns if gate in c.paired and (loss := c.paired[gate].detectable) is not None]
+    known = [
+        loss
+        for c in columns
+        if gate in c.paired and (loss := c.paired[gate].detectable) is not None
+    ]
     return f"{100 * max(known):.1f}" if known else ""
 
 
@@ -116,7 +143,9 @@ def _passes(result: documents.GateResult | None, n: int) -> str:
     return str(result.passes) if result.n == n else f"{result.passes}/{result.n}"
 
 
-def _column(column: Column, gates: Mapping[str, documents.GateResult], n: Mapping[str, int]) -> list[str]:
+def _column(
+    column: Column, gates: Mapping[str, documents.GateResult], n: Mapping[str, int]
+) -> list[str]:
     cells = [column.name]
     for gate in gates:
         result, pair = column.gates.get(gate), column.paired.get(gate)
@@ -170,14 +199,22 @@ def served_lines(served: Mapping[str, documents.ServedSide], width: int = WIDTH)
     lines: list[str] = []
     for reference in references:
         columns = [Column.of(n, side) for n, side in judged.items() if side.judged_by == reference]
-        own = served[reference].gates if reference in served else None  # bf16 may be of an earlier run
+        own = (
+            served[reference].gates if reference in served else None
+        )  # bf16 may be of an earlier run
         lines += [*gate_lines(own, columns, width, reference), ""]
-    alone = [Column(name, side.gates) for name, side in served.items() if name not in {*judged, *references}]
+    alone = [
+        Column(name, side.gates)
+        for name, side in served.items()
+        if name not in {*judged, *references}
+    ]
     lines += [*gate_lines(None, alone, width), ""] if alone else []
     return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
 
 
-def side_lines(columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH) -> list[str]:
+def side_lines(
+    columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH
+) -> list[str]:
     """Return one row per side: its verdict, and the gates that it does not keep, or misses where there is no reference."""
     rows = [] if reference is None else [(reference.name, "reference", _missed(reference))]
     rows += [(c.name, c.verdict, _not_kept(c) if c.paired else _missed(c)) for c in columns]
@@ -187,7 +224,9 @@ def side_lines(columns: Sequence[Column], reference: Column | None = None, width
     lines = []
     for side, verdict, rest in rows:
         wrapped = textwrap.wrap(rest, max(20, width - indent)) or [""]
-        lines.append(f"{side.ljust(widths[0])} {verdict.ljust(widths[1])} {wrapped[0]}".rstrip()[:width])
+        lines.append(
+            f"{side.ljust(widths[0])} {verdict.ljust(widths[1])} {wrapped[0]}".rstrip()[:width]
+        )
         lines += [" " * indent + line for line in wrapped[1:]]
     return lines
 
@@ -203,15 +242,21 @@ def _not_kept(column: Column) -> str:
 
 
 def _missed(column: Column) -> str:
-    rows = [(gate, r) for gate, r in column.gates.items() if not r.advisory and _absolute(r) == "fail"]
-    return "; ".join(f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows)
+    rows = [
+        (gate, r) for gate, r in column.gates.items() if not r.advisory and _absolute(r) == "fail"
+    ]
+    return "; ".join(
+        f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows
+    )
 
 
 def _absolute(result: documents.GateResult) -> documents.Outcome:
     return result.meets if result.meets is not None else result.verdict
 
 
-def requirement_lines(columns: Mapping[str, Mapping[str, documents.GateResult]], width: int = WIDTH) -> list[str]:
+def requirement_lines(
+    columns: Mapping[str, Mapping[str, documents.GateResult]], width: int = WIDTH
+) -> list[str]:
     """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
     lines = []
     for name, gates in columns.items():
@@ -237,7 +282,11 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
     """Wrap a line of a tree; its further lines are indented under its text."""
     at = next((i for i, character in enumerate(line) if character not in " │├└─"), 0)
     return textwrap.wrap(
-        line[at:], width, initial_indent=line[:at], subsequent_indent=" " * at, break_on_hyphens=False
+        line[at:],
+        width,
+        initial_indent=line[:at],
+        subsequent_indent=" " * at,
+        break_on_hyphens=False,
     ) or [line]
 
 
@@ -246,12 +295,22 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
 
 def search_page(result: documents.SearchResult) -> str:
     """Return search.json as Markdown."""
-    models = [("bf16", result.reference, dict[str, documents.PairedGate]())] if result.reference else []
+    models = (
+        [("bf16", result.reference, dict[str, documents.PairedGate]())] if result.reference else []
+    )
     for row in result.strategies:
-        models += [(f"{row.strategy} {kind.upper()}", side.gates, side.paired) for kind, side in row.numerics.items()]
+        models += [
+            (f"{row.strategy} {kind.upper()}", side.gates, side.paired)
+            for kind, side in row.numerics.items()
+        ]
     return render_markdown(
         "search.md",
-        **{"result": result, "outcome": search_outcome(result), "path": search_tree(result), "models": models},
+        **{
+            "result": result,
+            "outcome": search_outcome(result),
+            "path": search_tree(result),
+            "models": models,
+        },
         **{"title": title, "points": points, "marks": {"pass": "✓", "fail": "✗", "undecided": "?"}},
         gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
         failed=[row for row in result.strategies if not row.passed],
@@ -262,9 +321,16 @@ def search_outcome(result: documents.SearchResult) -> str:
     """Return the search's outcome as one sentence."""
     required = " and ".join(n.upper() for n in result.required) or "every numerics that it allows"
     if result.chosen:
-        time = f"{result.seconds:.0f} s" if result.seconds < 90 else f"{result.seconds / 60:.1f} minutes"
+        time = (
+            f"{result.seconds:.0f} s"
+            if result.seconds < 90
+            else f"{result.seconds / 60:.1f} minutes"
+        )
         return f"{result.chosen} is the first to keep every gate under {required}, after {time}."
-    return result.stopped or f"None of {len(result.strategies)} strategies keeps every gate under {required}."
+    return (
+        result.stopped
+        or f"None of {len(result.strategies)} strategies keeps every gate under {required}."
+    )
 
 
 def search_tree(result: documents.SearchResult) -> list[str]:
@@ -276,5 +342,8 @@ def search_tree(result: documents.SearchResult) -> list[str]:
     for i, row in enumerate(result.strategies):
         branch, indent = ("└──", "   ") if i == len(result.strategies) - 1 else ("├──", "│  ")
         lines.append(f"    {branch} {row.strategy}")
-        lines += [f"    {indent} {'├──' if j < len(row.path) else '└──'} {step}" for j, step in enumerate(row.path, 1)]
+        lines += [
+            f"    {indent} {'├──' if j < len(row.path) else '└──'} {step}"
+            for j, step in enumerate(row.path, 1)
+        ]
     return lines

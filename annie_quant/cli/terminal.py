@@ -67,14 +67,21 @@ def value_text(key: str, value: object) -> str:
     key: its name; that of a size ends in "bytes".
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
+        return (
+            ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items())
+            or "none"
+        )
     if isinstance(value, (list, tuple)):
         return ", ".join(value_text("", item) for item in value) or "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if key.endswith("bytes") and value >= 1000:
-        unit, scale = next(item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1])
-        return f"{value / scale:.4g} {unit}" + (f" ({value:,} bytes)" if isinstance(value, int) else "")
+        unit, scale = next(
+            item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1]
+        )
+        return f"{value / scale:.4g} {unit}" + (
+            f" ({value:,} bytes)" if isinstance(value, int) else ""
+        )
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -93,10 +100,14 @@ class TerminalTask:
     def message(self, text: str) -> None:
         self._show(text, text)
 
-    def _show(self, state: str, text: str, done: float | None = None, total: float | None = None) -> None:
+    def _show(
+        self, state: str, text: str, done: float | None = None, total: float | None = None
+    ) -> None:
         self.state = state
         if self._bar is not None and self._task is not None:
-            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
+            description = (
+                f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
+            )
             self._bar.update(self._task, description=description, completed=done, total=total)
 
 
@@ -106,7 +117,9 @@ def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
     start, end = time.monotonic(), threading.Event()
 
     def beat() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the pipe's reader has ended, or stderr is closed
             while not end.wait(HEARTBEAT_S):
                 write(time.monotonic() - start)
 
@@ -225,8 +238,12 @@ console = TerminalConsole()
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not launcher_rank():
-        text = json.dumps(files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False)
-        click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
+        text = json.dumps(
+            files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False
+        )
+        click.echo(
+            "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
+        )
 
 
 def echo(text: str, err: bool = False) -> None:
@@ -241,7 +258,9 @@ def quiet_engines() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | None = None) -> None:
+def refuse_stale_prompt(
+    conversations: Path | None, allow: bool, persona: str | None = None
+) -> None:
     """Refuse conversations with another system prompt than the served one; with `allow`, print a note instead.
 
     Conversations whose form is invalid are named, with the command that lists them.
@@ -255,35 +274,49 @@ def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | 
     if message := check_prompt_hash(rows, persona, allow=allow):
         console.note(message)
     if message := form_report(rows, load_persona(persona) if persona else None):
-        console.note(f"{message} (annie-quant data --check --persona {persona or 'FILE'} --output {conversations})")
+        console.note(
+            f"{message} (annie-quant data --check --persona {persona or 'FILE'} --output {conversations})"
+        )
 
 
 # errno values, and texts that libraries use in exceptions of their own types.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ("No space left on device",)
-MEMORY = (errno.ENOMEM,), ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment")
+MEMORY = (
+    (errno.ENOMEM,),
+    ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment"),
+)
 
 
 def describe(error: Exception) -> tuple[str, str] | None:
     """Return (message, hint) for an error of the system: disk, memory, permissions. None for any other error."""
     if _is_caused_by(error, *DISK_FULL):
-        return "the disk is full; finished work is saved", "free some space, then run the same command again"
+        return (
+            "the disk is full; finished work is saved",
+            "free some space, then run the same command again",
+        )
     # Under ulimit -v libraries cannot be loaded either. oneDNN's message does not mention memory.
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     not_loaded = limited and (
-        isinstance(error, (ImportError, SystemError)) or _is_caused_by(error, (), ("could not create a primitive",))
+        isinstance(error, (ImportError, SystemError))
+        or _is_caused_by(error, (), ("could not create a primitive",))
     )
     if isinstance(error, MemoryError) or not_loaded or _is_caused_by(error, *MEMORY):
         return (
             "there is not enough memory; finished work is saved",
             "stop other programs, or raise ulimit -v, and run the same command again",
         )
-    if isinstance(error, EOFError):  # Python 3.11 and earlier keep a compiled module that a full disk has cut
+    if isinstance(
+        error, EOFError
+    ):  # Python 3.11 and earlier keep a compiled module that a full disk has cut
         return (
             f"a file ends too early ({error}); finished work is saved",
             "free some space, delete the package's __pycache__ folders, and run the same command again",
         )
     if isinstance(error, RecursionError):
-        return "a file or an answer is nested too deeply", "restore the file; set ANNIE_QUANT_TRACEBACK=1 for the place"
+        return (
+            "a file or an answer is nested too deeply",
+            "restore the file; set ANNIE_QUANT_TRACEBACK=1 for the place",
+        )
     if not isinstance(error, OSError):
         return None
     where = f"{error.filename}: " if error.filename else ""
@@ -293,7 +326,9 @@ def describe(error: Exception) -> tuple[str, str] | None:
     return f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 for the traceback"
 
 
-def _is_caused_by(error: BaseException | None, numbers: tuple[int, ...], texts: tuple[str, ...]) -> bool:
+def _is_caused_by(
+    error: BaseException | None, numbers: tuple[int, ...], texts: tuple[str, ...]
+) -> bool:
     """Whether the error, or one in its chain of causes, has one of these errno values or texts."""
     while error is not None:
         if getattr(error, "errno", None) in numbers or any(text in str(error) for text in texts):
@@ -356,6 +391,10 @@ def clean_library_messages() -> None:
 
 
 def _format(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     return f"{category.__name__}: {printable(str(message), MAX_MESSAGE)}\n"

@@ -25,7 +25,9 @@ def float_array(w: object, name: str) -> tuple[np.ndarray, int]:
     """
     array = w if isinstance(w, np.ndarray) else host_array(w, name)
     if array.dtype not in FLOAT_KINDS:
-        raise ValueError(f"{name}: dtype {array.dtype}, expected float32, float16 or ml_dtypes.bfloat16")
+        raise ValueError(
+            f"{name}: dtype {array.dtype}, expected float32, float16 or ml_dtypes.bfloat16"
+        )
     return np.require(array, requirements=("C", "A")), FLOAT_KINDS[array.dtype]
 
 
@@ -34,7 +36,9 @@ def host_array(w: Any, name: str) -> np.ndarray:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(w, torch.Tensor):
         if not hasattr(w, "__array__"):
-            raise ValueError(f"{name}: {type(w).__name__}, expected a NumPy array or a torch tensor")
+            raise ValueError(
+                f"{name}: {type(w).__name__}, expected a NumPy array or a torch tensor"
+            )
         return np.asarray(w)
     if w.device.type != "cpu":
         raise ValueError(f"{name}: on device {w.device}, expected a tensor on the CPU")
@@ -44,7 +48,9 @@ def host_array(w: Any, name: str) -> np.ndarray:
     try:
         return w.numpy()
     except TypeError:  # a dtype that NumPy does not know, such as float8
-        raise ValueError(f"{name}: dtype {w.dtype}, expected float32, float16 or bfloat16") from None
+        raise ValueError(
+            f"{name}: dtype {w.dtype}, expected float32, float16 or bfloat16"
+        ) from None
 
 
 def byte_array(a: np.ndarray, name: str) -> np.ndarray:
@@ -59,7 +65,9 @@ def as_bytes(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
-def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: DTypeLike | None) -> np.ndarray:
+def output_array(
+    out: np.ndarray | None, shape: tuple[int, ...], dtype: DTypeLike | None
+) -> np.ndarray:
     """Return `out` after a check of its shape, dtype and flags, or a new array if it is None."""
     if out is None:
         return np.empty(shape, dtype)

@@ -47,7 +47,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 def write_json(path: str | os.PathLike, value: object) -> None:
     """Write a value as indented JSON; numbers that are not finite become null."""
-    write_text(path, json.dumps(finite(value), indent=1, ensure_ascii=False, sort_keys=False) + "\n")
+    write_text(
+        path, json.dumps(finite(value), indent=1, ensure_ascii=False, sort_keys=False) + "\n"
+    )
 
 
 def finite(value: object) -> Any:
@@ -101,7 +103,8 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise EnvironmentFault(
-            f"{path}: cannot be written ({error.strerror}{owner(path.parent)})", "choose another --output"
+            f"{path}: cannot be written ({error.strerror}{owner(path.parent)})",
+            "choose another --output",
         ) from error
 
 
@@ -119,7 +122,9 @@ def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
         return False
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise EnvironmentFault(f"{path}: cannot be locked ({error.strerror})", "choose another --output") from error
+            raise EnvironmentFault(
+                f"{path}: cannot be locked ({error.strerror})", "choose another --output"
+            ) from error
         logging.getLogger(__name__).warning(
             "annie-quant: %s: this file system has no locks (%s); make sure that no second command writes there",
             path,

@@ -25,7 +25,17 @@ from typing import Any
 import msgspec
 import psutil
 
-_PACKAGES = ("annie-quant", "numpy", "scipy", "xllamacpp", "vllm", "sglang", "transformers", "torch", "nvidia-modelopt")
+_PACKAGES = (
+    "annie-quant",
+    "numpy",
+    "scipy",
+    "xllamacpp",
+    "vllm",
+    "sglang",
+    "transformers",
+    "torch",
+    "nvidia-modelopt",
+)
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "power.limit")
 
 
@@ -109,7 +119,11 @@ def listening_pid(port: int) -> int | None:
         connections = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
         return None
-    pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+    pids = [
+        c.pid
+        for c in connections
+        if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid
+    ]
     return pids[0] if pids else None
 
 
@@ -129,7 +143,11 @@ def cpu_name() -> str | None:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or None
-    names = [line.split(":", 1)[1].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in lines
+        if line.lower().startswith(("model name", "hardware"))
+    ]
     return names[0] if names else platform.processor() or None
 
 
@@ -156,7 +174,9 @@ def nvml_devices() -> tuple[ModuleType | None, list[object]]:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return pynvml, [
+            pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
+        ]
     except Exception:  # the package, its library and the driver each raise their own types
         return None, []
 
@@ -212,7 +232,9 @@ def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        process = subprocess.run(smi_command(query, fields), capture_output=True, text=True, timeout=10, check=True)
+        process = subprocess.run(
+            smi_command(query, fields), capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return smi_rows(process.stdout, fields)
@@ -240,7 +262,11 @@ def machine_state() -> GpuState:
     Each is None where it is not reported; a virtual machine reports none of them. A GPU's may be SMI_EVERY_S old.
     """
     nvml, devices = nvml_devices()
-    states = [_gpu_state(nvml, device) for device in devices] if nvml else _smi_states(time.monotonic() // SMI_EVERY_S)
+    states = (
+        [_gpu_state(nvml, device) for device in devices]
+        if nvml
+        else _smi_states(time.monotonic() // SMI_EVERY_S)
+    )
     if states:
         return max(states, key=lambda state: state[1] or 0.0)
     return _cpu_clock(), _cpu_temperature_c(), None
@@ -253,7 +279,9 @@ def _smi_states(period: float) -> list[GpuState]:
     for row in _smi("gpu", _SMI_FIELDS) or ():
         clock, heat, reasons = (row[field].split(" ")[0] for field in _SMI_FIELDS)
         known = [float(text) if text.isdigit() else None for text in (clock, heat)]
-        states.append((known[0], known[1], _limits(int(reasons, 16) if reasons.startswith("0x") else 0)))
+        states.append(
+            (known[0], known[1], _limits(int(reasons, 16) if reasons.startswith("0x") else 0))
+        )
     return states
 
 
@@ -267,7 +295,11 @@ def _gpu_state(nvml: ModuleType, device: object) -> GpuState:
         reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
     clock = _nvml_value(nvml, "nvmlDeviceGetClockInfo", device, 1)  # NVML_CLOCK_SM
     heat = _nvml_value(nvml, "nvmlDeviceGetTemperature", device, 0)  # NVML_TEMPERATURE_GPU
-    return (None if clock is None else float(clock)), (None if heat is None else float(heat)), _limits(reasons)
+    return (
+        (None if clock is None else float(clock)),
+        (None if heat is None else float(heat)),
+        _limits(reasons),
+    )
 
 
 def _cpu_clock() -> float | None:
@@ -284,7 +316,9 @@ def _cpu_temperature_c() -> float | None:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError, RuntimeError):  # not on this system
         return None
-    readings = [float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0]
+    readings = [
+        float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0
+    ]
     return max(readings, default=None)
 
 

@@ -9,7 +9,9 @@ from types import ModuleType
 from annie_quant.core.errors import EnvironmentFault
 
 # A wheel has only the modules that its builder could build; a build on this machine finds what is installed here.
-FROM_SOURCE = "pip install --force-reinstall --no-deps SOURCE (a clone, or an unpacked source distribution)"
+FROM_SOURCE = (
+    "pip install --force-reinstall --no-deps SOURCE (a clone, or an unpacked source distribution)"
+)
 
 
 @dataclass(frozen=True)
@@ -53,4 +55,6 @@ def load(name: str) -> ModuleType:
         message = f"annie_quant.{name} is not built here: it needs {BUILDS[name].needs}"
         raise EnvironmentFault(message, BUILDS[name].fix) from error
     except ImportError as error:
-        raise EnvironmentFault(f"annie_quant.{name} does not load: {error}", BUILDS[name].fix) from error
+        raise EnvironmentFault(
+            f"annie_quant.{name} does not load: {error}", BUILDS[name].fix
+        ) from error

@@ -88,7 +88,9 @@ class ByteProgress:
         self._done = 0
         self._start = time.monotonic()
         if done_before:
-            progress.message(f"{done_before / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB were finished by an earlier run")
+            progress.message(
+                f"{done_before / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB were finished by an earlier run"
+            )
 
     def add(self, size_bytes: int) -> None:
         """Report `size_bytes` more bytes as finished."""

@@ -95,7 +95,9 @@ class JsonLines:
             raise EnvironmentFault(message, "choose another --output") from error
         try:
             if exclusive and not take_lock(self._file, self.path):
-                raise UsageError(f"{self.path}: another annie-quant writes there", "wait until it has ended")
+                raise UsageError(
+                    f"{self.path}: another annie-quant writes there", "wait until it has ended"
+                )
             self.size_bytes = 0 if restart else self._end_of_last_line()
             os.ftruncate(self._file, self.size_bytes)
         except BaseException:
@@ -131,7 +133,9 @@ class JsonLines:
                 os.ftruncate(self._file, self.size_bytes)
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             message = f"{self.path}: {'the disk is full' if full else error.strerror}; all earlier lines are safe"
-            raise EnvironmentFault(message, "free some space and run the same command again: it resumes") from error
+            raise EnvironmentFault(
+                message, "free some space and run the same command again: it resumes"
+            ) from error
         self.size_bytes += len(data)
 
     def close(self) -> None:

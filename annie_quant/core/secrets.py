@@ -59,7 +59,9 @@ def refuse_secrets_in(url: str, name: str) -> None:
         parts = urlsplit(url)
         has_secrets = parts.username is not None or parts.password is not None or bool(parts.query)
     except ValueError:
-        raise UsageError(f"{name}: the URL cannot be read", "write it as http://127.0.0.1:8000") from None
+        raise UsageError(
+            f"{name}: the URL cannot be read", "write it as http://127.0.0.1:8000"
+        ) from None
     if has_secrets:
         raise UsageError(
             f"{name}: the URL {urlunsplit((*parts[:1], parts.netloc.rpartition('@')[2], parts.path, '', ''))} has a user, "
@@ -111,23 +113,42 @@ class SecretForm(NamedTuple):
 
     name: str  # with its article, for messages
     kind: str  # the group in which logs count it
-    certain: str | None  # nothing else has this form, so a file with it is not published; None: the service decides
+    certain: (
+        str | None
+    )  # nothing else has this form, so a file with it is not published; None: the service decides
     likely: str  # also shorter and truncated ones, which are masked in logs
 
 
 def _token(name: str, prefix: str, characters: str, certain: int | None, likely: int) -> SecretForm:
     """Return the form of a token that begins with a prefix. certain, likely: how many further characters it needs to be so."""
     start = rf"\b(?:{prefix}){characters}"
-    return SecretForm(name, "API key", None if certain is None else f"{start}{{{certain},}}", f"{start}{{{likely},}}")
+    return SecretForm(
+        name,
+        "API key",
+        None if certain is None else f"{start}{{{certain},}}",
+        f"{start}{{{likely},}}",
+    )
 
 
-_PRIVATE_KEY, _PRIVATE_KEY_END = (rf"-----{end} [A-Z ]*PRIVATE KEY-----" for end in ("BEGIN", "END"))
+_PRIVATE_KEY, _PRIVATE_KEY_END = (
+    rf"-----{end} [A-Z ]*PRIVATE KEY-----" for end in ("BEGIN", "END")
+)
 _PART = r"[\w-]{8,}"  # of a JSON web token
 _JWT = rf"\beyJ{_PART}"
 _AWS = r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
 FORMS = (
-    SecretForm("a private key", "private key", _PRIVATE_KEY, rf"{_PRIVATE_KEY}(?s:.*?)(?:{_PRIVATE_KEY_END}|\Z)"),
-    SecretForm("a JSON web token", "JSON web token", rf"{_JWT}\.eyJ{_PART}\.{_PART}", rf"{_JWT}\.{_PART}\.[\w-]*"),
+    SecretForm(
+        "a private key",
+        "private key",
+        _PRIVATE_KEY,
+        rf"{_PRIVATE_KEY}(?s:.*?)(?:{_PRIVATE_KEY_END}|\Z)",
+    ),
+    SecretForm(
+        "a JSON web token",
+        "JSON web token",
+        rf"{_JWT}\.eyJ{_PART}\.{_PART}",
+        rf"{_JWT}\.{_PART}\.[\w-]*",
+    ),
     _token("an API key", "sk-", r"[A-Za-z0-9_-]", 24, 16),
     _token("an API key", "sk_|[pr]k[-_]", r"[A-Za-z0-9_-]", None, 16),
     _token("a Hugging Face token", "hf_", r"[A-Za-z0-9]", 30, 20),
@@ -160,10 +181,24 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors hea
 # The rules of detect-secrets (https://github.com/Yelp/detect-secrets, extra `publish`) with a fixed form. Those that guess by
 # entropy or by a keyword take checksums and prompts for secrets.
 LIBRARY_RULES = (
-    "ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector", "GitHubTokenDetector",
-    "GitLabTokenDetector", "JwtTokenDetector", "MailchimpDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector",
-    "PypiTokenDetector", "SendGridDetector", "SlackDetector", "SquareOAuthDetector", "StripeDetector", "TwilioKeyDetector",
-)  # fmt: skip
+    "ArtifactoryDetector",
+    "AWSKeyDetector",
+    "AzureStorageKeyDetector",
+    "DiscordBotTokenDetector",
+    "GitHubTokenDetector",
+    "GitLabTokenDetector",
+    "JwtTokenDetector",
+    "MailchimpDetector",
+    "NpmDetector",
+    "OpenAIDetector",
+    "PrivateKeyDetector",
+    "PypiTokenDetector",
+    "SendGridDetector",
+    "SlackDetector",
+    "SquareOAuthDetector",
+    "StripeDetector",
+    "TwilioKeyDetector",
+)
 _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
@@ -182,7 +217,11 @@ def readings(content: bytes) -> Iterator[str]:
     """Yield the texts that a file's bytes may stand for: UTF-8, UTF-16, and both with \\u escapes decoded."""  # noqa: D301
     texts = [content.decode("utf-8", "replace")]
     if b"\0" in content:
-        texts += [content[start:].decode(f"utf-16-{order}", "replace") for order in ("le", "be") for start in (0, 1)]
+        texts += [
+            content[start:].decode(f"utf-16-{order}", "replace")
+            for order in ("le", "be")
+            for start in (0, 1)
+        ]
     for text in texts:
         yield text
         if "\\u00" in text:
@@ -213,7 +252,9 @@ def _detectors() -> tuple[Any, ...]:
 # ---- known secrets in a server's bytes
 
 _JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-_UNIT = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL)  # a surrogate pair is one unit
+_UNIT = re.compile(
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL
+)  # a surrogate pair is one unit
 # What may stand between a secret's characters or for them: ASCII blanks, UTF-8's invisible and other blanks, percent-encoded bytes.
 _FILLER = re.compile(
     rb"\s|\xc2[\xa0\xad]|\xe2\x80[\x80-\x8f\xaf]|\xe2\x81[\x9f-\xa4]|\xe3\x80\x80|\xef\xbb\xbf|%([0-9a-fA-F]{2})"
@@ -233,8 +274,12 @@ class Redactor:
     def __init__(self, secrets: Iterable[bytes]) -> None:
         forms = {form.lower() for secret in secrets for form in _forms(secret)}
         forms |= {_FILLER.sub(_character, form) for form in forms}
-        self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST]
-        self._reach = 4 * max((len(form) for form, _ in self._forms), default=0)  # with fillers between the characters
+        self._forms = [
+            (form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST
+        ]
+        self._reach = 4 * max(
+            (len(form) for form, _ in self._forms), default=0
+        )  # with fillers between the characters
 
     def __bool__(self) -> bool:
         return bool(self._forms)
@@ -322,12 +367,17 @@ class Redactor:
                 yield *parts_of[text][part], low, high
 
 
-def _parts(texts: Sequence[bytes], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _parts(
+    texts: Sequence[bytes], spans: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
     """Yield (text, start, end) in each text for spans of all of them joined."""
     starts = [0, *itertools.accumulate(map(len, texts))]
     for start, end in spans:
         for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
-            low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
+            low, high = (
+                max(start, starts[index]) - starts[index],
+                min(end, starts[index + 1]) - starts[index],
+            )
             if low < high:
                 yield index, low, high
 

@@ -58,7 +58,9 @@ def render_html(name: str, marks: str, **values: object) -> str:
     The Content-Security-Policy allows the page's own script by hash and nothing else, so that text from a model cannot act even
     where it came through unescaped.
     """
-    style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
+    style, script = (
+        (TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = _environment(".html").get_template(name)
     return page.render(style=style + marks, script=script, script_hash=digest, **values)

@@ -14,5 +14,17 @@ from annie_quant.data.rows import ValidatedRows, check_apart, check_prompt_hash,
 from annie_quant.data.teachers import Options
 from annie_quant.documents.persona import Category, Persona, load_persona
 
-__all__ = ["CATEGORIES", "Category", "GenerationResult", "Options", "Persona", "ValidatedRows", "check_apart",
-           "check_prompt_hash", "generate", "load_persona", "read_rows", "validate"]  # fmt: skip
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "GenerationResult",
+    "Options",
+    "Persona",
+    "ValidatedRows",
+    "check_apart",
+    "check_prompt_hash",
+    "generate",
+    "load_persona",
+    "read_rows",
+    "validate",
+]

@@ -70,12 +70,18 @@ WORDS = msgspec.json.decode((ASSETS / "offline_teacher" / "words.json").read_byt
 _CAPITALS = WORDS.facts["capital"]
 _MY, _WEB = WORDS.my_topics, WORDS.web_topics
 MY_TOPICS = _MY.by_split(
-    [f"{a} {b}" for a in _MY.first for b in _MY.second if a != b] + [f"trip to {c}" for c, _ in _CAPITALS]
+    [f"{a} {b}" for a in _MY.first for b in _MY.second if a != b]
+    + [f"trip to {c}" for c, _ in _CAPITALS]
 )
 WEB_TOPICS = _WEB.by_split(
     [f"the {a} {b}" for a in _WEB.first for b in _WEB.second]
     + [f"the price of {g}" for g in WORDS.goods]
-    + [f"the {event} in {place}" for event in ("weather", "storm", "fire") for pair in _CAPITALS for place in pair]
+    + [
+        f"the {event} in {place}"
+        for event in ("weather", "storm", "fire")
+        for pair in _CAPITALS
+        for place in pair
+    ]
     + [f"the election in {c}" for c, _ in _CAPITALS]
 )
 
@@ -124,7 +130,9 @@ class Phrases(msgspec.Struct):
     joiners: BySplit
 
 
-PHRASES = msgspec.json.decode((ASSETS / "offline_teacher" / "phrases.json").read_bytes(), type=Phrases)
+PHRASES = msgspec.json.decode(
+    (ASSETS / "offline_teacher" / "phrases.json").read_bytes(), type=Phrases
+)
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,9 @@ def reasoning(rng: random.Random, split: str) -> Exchange:
         reply = f"{a} {thing} less {b} leave {total} {thing}."
     question = rng.choice(PHRASES.sums[kind][split]).format(a=a, b=b, one=one, many=many, t=thing)
     user = with_opener(rng, split, question) if rng.random() < 0.4 else capitalized(question)
-    return Exchange("reasoning", user, reply, working, f"{thing}", str(total), {"contains": [str(total)]})
+    return Exchange(
+        "reasoning", user, reply, working, f"{thing}", str(total), {"contains": [str(total)]}
+    )
 
 
 def greeting(rng: random.Random, split: str) -> Exchange:
@@ -207,22 +217,40 @@ def greeting(rng: random.Random, split: str) -> Exchange:
     else:
         more, addition = rng.choice(PHRASES.greeting_additions[split])
         user = f"{hello} {more.format(day=rng.choice(WORDS.days))}"
-    return Exchange("greeting", user, f"{back} {addition}", PHRASES.thoughts["greeting"], "a greeting", back)
+    return Exchange(
+        "greeting", user, f"{back} {addition}", PHRASES.thoughts["greeting"], "a greeting", back
+    )
 
 
 def conversational(rng: random.Random, split: str) -> Exchange:
     feeling, first, second = rng.choice(PHRASES.feelings)
-    user = rng.choice(PHRASES.feeling_sentences[split]).format(f=feeling, c=rng.choice(WORDS.causes[split]))
+    user = rng.choice(PHRASES.feeling_sentences[split]).format(
+        f=feeling, c=rng.choice(WORDS.causes[split])
+    )
     thought = PHRASES.thoughts["conversational"].format(feeling=feeling)
-    return Exchange("conversational", user, f"{first} {second}", thought, f"feeling {feeling}", first)
+    return Exchange(
+        "conversational", user, f"{first} {second}", thought, f"feeling {feeling}", first
+    )
 
 
 def long_response(rng: random.Random, split: str) -> Exchange:
     kind = rng.choice(("story", "dish", "trip"))
-    animal, place, dish = rng.choice(WORDS.animals), rng.choice(WORDS.places), rng.choice(WORDS.dishes)
+    animal, place, dish = (
+        rng.choice(WORDS.animals),
+        rng.choice(WORDS.places),
+        rng.choice(WORDS.dishes),
+    )
     country, capital = rng.choice(WORDS.facts["capital"])
-    values = {"animal": animal, "place": place, "dish": dish, "country": country, "capital": capital}
-    subject = {"story": f"a {animal} in the {place}", "dish": dish, "trip": f"a trip to {country}"}[kind]
+    values = {
+        "animal": animal,
+        "place": place,
+        "dish": dish,
+        "country": country,
+        "capital": capital,
+    }
+    subject = {"story": f"a {animal} in the {place}", "dish": dish, "trip": f"a trip to {country}"}[
+        kind
+    ]
     user = with_opener(rng, split, rng.choice(PHRASES.long_requests[kind][split]).format(**values))
     reply = " ".join(capitalized(line.format(**values)) for line in PHRASES.long_answers[kind])
     thought = PHRASES.thoughts["long_response"].format(subject=subject)
@@ -231,7 +259,9 @@ def long_response(rng: random.Random, split: str) -> Exchange:
 
 def memory(rng: random.Random, split: str) -> Exchange:
     topic = rng.choice(MY_TOPICS[split])
-    question = rng.choice(PHRASES.memory_questions[split]).format(t=topic, day=rng.choice(WORDS.days))
+    question = rng.choice(PHRASES.memory_questions[split]).format(
+        t=topic, day=rng.choice(WORDS.days)
+    )
     user = with_opener(rng, split, question)
     return tool_exchange(rng, "memory", "search_memory", PHRASES.memory_results, user, topic, topic)
 
@@ -239,11 +269,19 @@ def memory(rng: random.Random, split: str) -> Exchange:
 def web(rng: random.Random, split: str) -> Exchange:
     topic = rng.choice(WEB_TOPICS[split])
     user = with_opener(rng, split, rng.choice(PHRASES.web_questions[split]).format(t=topic))
-    return tool_exchange(rng, "web", "web_search", PHRASES.web_results, user, topic, topic.removeprefix("the "))
+    return tool_exchange(
+        rng, "web", "web_search", PHRASES.web_results, user, topic, topic.removeprefix("the ")
+    )
 
 
 def tool_exchange(
-    rng: random.Random, category: str, tool: str, results: tuple[str, ...], user: str, topic: str, query: str
+    rng: random.Random,
+    category: str,
+    tool: str,
+    results: tuple[str, ...],
+    user: str,
+    topic: str,
+    query: str,
 ) -> Exchange:
     """Return an exchange in which `tool` is called with `query`."""
     result = rng.choice(results).format(t=topic, day=rng.choice(WORDS.days), n=rng.randint(2, 9))
@@ -275,7 +313,17 @@ def thanks(rng: random.Random, split: str) -> Exchange:
     return Exchange("greeting", user, reply, PHRASES.thoughts["thanks"], "thanks", reply)
 
 
-_MAKERS = (greeting, factual, conversational, reasoning, long_response, memory, web, abstention, thanks)
+_MAKERS = (
+    greeting,
+    factual,
+    conversational,
+    reasoning,
+    long_response,
+    memory,
+    web,
+    abstention,
+    thanks,
+)
 CATEGORIES = {make.__name__: make for make in _MAKERS}
 
 

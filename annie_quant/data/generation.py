@@ -87,7 +87,9 @@ class Journal:
         """Take over what an earlier run of the same settings stored."""
         hint = "add --force to start again without its conversations"
         first, *lines = [
-            documents.decode(JournalLine, line, f"{log.path}, line {number}", error=UsageError, hint=hint)
+            documents.decode(
+                JournalLine, line, f"{log.path}, line {number}", error=UsageError, hint=hint
+            )
             for number, line in log.lines()
         ] or [JournalLine(key=key)]
         if not log.size_bytes:
@@ -123,9 +125,15 @@ class Journal:
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
 SPLITS = ("train", "calibration", "gate")
-MAX_FRUITLESS = 3  # consecutive batches without a new conversation, after which a category is given up
+MAX_FRUITLESS = (
+    3  # consecutive batches without a new conversation, after which a category is given up
+)
 MAX_RETRIES = 3  # of one failed batch
-FIRST_WAIT_S, LONGEST_WAIT_S, MAX_WAIT_S = 5.0, 120.0, 900.0  # for a rate limit; the last one is the sum for one batch
+FIRST_WAIT_S, LONGEST_WAIT_S, MAX_WAIT_S = (
+    5.0,
+    120.0,
+    900.0,
+)  # for a rate limit; the last one is the sum for one batch
 MIN_BUDGET_USD = 0.005
 
 
@@ -169,7 +177,9 @@ def generate(
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
     if n < len(who.categories):
-        raise UsageError(f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation")
+        raise UsageError(
+            f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation"
+        )
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
     module = teachers.find(teacher)
@@ -186,7 +196,17 @@ def generate(
     key |= {"persona": who.sha256, "n": n, "seed": seed, "split": split}
     journal = Journal(target, key, restart=force)
     run = _Run(
-        who, module.NAME, opened, n, target, seed, split, options.max_usd, journal, forbidden, progress or SILENT
+        who,
+        module.NAME,
+        opened,
+        n,
+        target,
+        seed,
+        split,
+        options.max_usd,
+        journal,
+        forbidden,
+        progress or SILENT,
     )
     return run.run()
 
@@ -279,14 +299,24 @@ class _Run:
             try:
                 return self.teacher.batch(self.persona, category, count, seed, avoid)
             except RateLimited as limit:
-                wait_s = limit.wait_s if limit.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
+                wait_s = (
+                    limit.wait_s
+                    if limit.wait_s is not None
+                    else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
+                )
                 if waited_s + wait_s > MAX_WAIT_S:
-                    raise self.stopped(f"{limit}; it requires another {wait_s:.0f} s", ServerError) from None
+                    raise self.stopped(
+                        f"{limit}; it requires another {wait_s:.0f} s", ServerError
+                    ) from None
                 sleep(wait_s)
                 waited_s, tries = waited_s + wait_s, tries + 1
             except BatchFailed as failure:
                 tries += 1
-                self.journal.add(JournalLine(None, category.name, [], failure.cost_usd, failure.tokens, str(failure)))
+                self.journal.add(
+                    JournalLine(
+                        None, category.name, [], failure.cost_usd, failure.tokens, str(failure)
+                    )
+                )
                 if tries > MAX_RETRIES:
                     self.failed.append(f"{category.name}: {failure}")
                     return None
@@ -303,7 +333,9 @@ class _Run:
     def keep_new(self, category: Category, batch: TeacherBatch) -> int:
         """Record the batch's valid, new conversations in the journal, and return their number."""
         if self.max_usd is not None and batch.cost_usd is None:
-            raise UsageError(f"{self.teacher_name} does not report its costs", "leave --max-budget-usd out")
+            raise UsageError(
+                f"{self.teacher_name} does not report its costs", "leave --max-budget-usd out"
+            )
         provenance = {
             "teacher": self.teacher_name,
             "model": self.teacher.model,
@@ -335,7 +367,11 @@ class _Run:
         text = user_text(row)
         if finder.find(text) is not None:
             return "it repeats another conversation"
-        return "it repeats a prompt of another split" if self.forbidden.find(text) is not None else None
+        return (
+            "it repeats a prompt of another split"
+            if self.forbidden.find(text) is not None
+            else None
+        )
 
     def write(self) -> GenerationResult:
         order = {c.name: i for i, c in enumerate(self.persona.categories)}
@@ -352,7 +388,9 @@ class _Run:
             failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")
         if self.output is not None:
-            write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            write_text(
+                self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            )
         return result
 
 
@@ -368,11 +406,20 @@ def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generatio
     if not paid:
         return None
     validation = validate(rows, persona, n)
-    if paid == {teacher} and validation.ok and all(r["provenance"]["persona_sha256"] == persona.sha256 for r in rows):
+    if (
+        paid == {teacher}
+        and validation.ok
+        and all(r["provenance"]["persona_sha256"] == persona.sha256 for r in rows)
+    ):
         return GenerationResult(
             **msgspec.structs.asdict(validation),
-            dropped={}, failed=[], cost_usd=0.0, tokens=0, output=str(output), done_before=True,
-        )  # fmt: skip
+            dropped={},
+            failed=[],
+            cost_usd=0.0,
+            tokens=0,
+            output=str(output),
+            done_before=True,
+        )
     raise UsageError(
         f"{output} has {len(rows)} conversations by {', '.join(map(str, paid))} that were made with other settings",
         "choose another --output, or add --force to make them again",
@@ -382,5 +429,7 @@ def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generatio
 def _now() -> str:
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     utc = datetime.timezone.utc
-    moment = datetime.datetime.fromtimestamp(int(epoch), utc) if epoch else datetime.datetime.now(utc)
+    moment = (
+        datetime.datetime.fromtimestamp(int(epoch), utc) if epoch else datetime.datetime.now(utc)
+    )
     return moment.isoformat(timespec="seconds")

@@ -32,7 +32,13 @@ from annie_quant.judge.library import build_workload
 
 CALIBRATION_FILE, CARD_FILE = "calibration.jsonl", "README.md"
 CARD_MARK = "<!-- annie-quant init -->"
-PERSONA_FIELDS = ("name", "system_prompt", "tools", "rules", "examples")  # those that persona.json gets
+PERSONA_FIELDS = (
+    "name",
+    "system_prompt",
+    "tools",
+    "rules",
+    "examples",
+)  # those that persona.json gets
 MIN_CASES = 100  # per behaviour, from which on a gate is decided by an interval
 N_GENERATED_CASES = 120  # per workload
 N_GENERATED_ROWS = 400
@@ -80,7 +86,9 @@ class Sources:
     fill: bool = False
 
 
-def initialize(sources: Sources, output: Path, force: bool = False, progress: Progress = SILENT) -> Initialized:
+def initialize(
+    sources: Sources, output: Path, force: bool = False, progress: Progress = SILENT
+) -> Initialized:
     """Write persona.json, workloads/, calibration.jsonl and README.md into `output`. A new folder is removed after an error.
 
     Raises UsageError where there is neither a system prompt nor a log with conversations, and for a folder with other files.
@@ -102,37 +110,63 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     sample = read_sample(sources.logs, sources.seed, progress)
     if sources.logs and not sample.pool.n:
         reasons = "; ".join(sample.problems.lines()) or "the files are empty"
-        raise UsageError(f"the logs have no conversation that can be used: {reasons}", "--logs takes chat logs")
+        raise UsageError(
+            f"the logs have no conversation that can be used: {reasons}", "--logs takes chat logs"
+        )
     lines = [f"left out: {line}" for line in sample.problems.lines()]
     persona, notes = choose_persona(sources, sample, scanner)
     lines += notes
     persona = _store_persona(persona, output)
     logged = split_conversations(sample, persona, scanner)
     lines += logged.notes
-    rows, workloads, behaviours = logged.rows, list(logged.gates.documents()), Counter(logged.gates.behaviours)
+    rows, workloads, behaviours = (
+        logged.rows,
+        list(logged.gates.documents()),
+        Counter(logged.gates.behaviours),
+    )
     if sources.fill or not sources.logs:
         documents = gate_documents(persona, N_GENERATED_CASES, sources.seed)
-        generated = [replace(document, name=f"generated_{document.name}", persona="..") for document in documents]
-        behaviours.update(filter(None, (_behaviour_of(case) for workload in generated for case in workload.cases)))
-        source = "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
-        lines.append(f"{sum(len(w.cases) for w in generated)} gate prompts are made {source} (generated_*)")
+        generated = [
+            replace(document, name=f"generated_{document.name}", persona="..")
+            for document in documents
+        ]
+        behaviours.update(
+            filter(None, (_behaviour_of(case) for workload in generated for case in workload.cases))
+        )
+        source = (
+            "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
+        )
+        lines.append(
+            f"{sum(len(w.cases) for w in generated)} gate prompts are made {source} (generated_*)"
+        )
         workloads += generated
         if len(rows) < MIN_CASES:
             generated_rows = teacher_rows(persona, sources.seed)
-            lines.append(f"{len(generated_rows)} calibration conversations are made by the offline teacher")
+            lines.append(
+                f"{len(generated_rows)} calibration conversations are made by the offline teacher"
+            )
             rows += generated_rows
     for workload in workloads:
         alone = replace(workload, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
         write_json(output / WORKLOADS / f"{workload.name}.json", msgspec.to_builtins(workload))
-    write_text(output / CALIBRATION_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(
+        output / CALIBRATION_FILE,
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+    )
     # Without logs every gate has the prompts that it needs, and its user has no more to give.
     short = {name: n for name, n in behaviours.items() if n < MIN_CASES} if sources.logs else {}
     lines += _shortcomings(persona, behaviours, short)
     if not rows:
         answered = any(c.has_answer for _, c in sample.pool.conversations())
-        reason = "all conversations with answers are gate prompts" if answered else "the logs have no answers"
-        lines.append(f"{reason}, so there is no calibration data: add --fill, or annie-quant data --persona")
+        reason = (
+            "all conversations with answers are gate prompts"
+            if answered
+            else "the logs have no answers"
+        )
+        lines.append(
+            f"{reason}, so there is no calibration data: add --fill, or annie-quant data --persona"
+        )
     masked = {kind: n for kind, n in scanner.counts.items() if n}
     lines += [f"masked: {n} × {kind}" for kind, n in sorted(masked.items())]
     result = Initialized(
@@ -158,10 +192,14 @@ def check_output(output: Path, force: bool) -> None:
     if not card.is_file() or CARD_MARK not in card.read_text(encoding="utf-8", errors="replace"):
         raise UsageError(f"{output} has other files in it", "choose another --output")
     if not force:
-        raise UsageError(f"{output} was made by annie-quant init before", "add --force to make it again")
+        raise UsageError(
+            f"{output} was made by annie-quant init before", "add --force to make it again"
+        )
 
 
-def choose_persona(sources: Sources, sample: LogSample, scanner: Scanner) -> tuple[Persona, list[str]]:
+def choose_persona(
+    sources: Sources, sample: LogSample, scanner: Scanner
+) -> tuple[Persona, list[str]]:
     """Return the persona, with the given prompt and tools or else those of the logs, and notes about it."""
     prompt, notes = sources.prompt, []
     if prompt is None:
@@ -176,14 +214,18 @@ def choose_persona(sources: Sources, sample: LogSample, scanner: Scanner) -> tup
     before = scanner.counts.total()
     masked = scanner.masked(prompt.strip())
     if scanner.counts.total() > before:
-        notes.append("the system prompt has a secret in it: it is masked, so it differs from production's")
+        notes.append(
+            "the system prompt has a secret in it: it is masked, so it differs from production's"
+        )
     tools = sources.tools if sources.tools is not None else list(sample.tools.values())
     if not tools and (tools := inferred_tools(sample)):
         notes.append(
             f"the logs call {len(tools)} tools and list none: their schemas are inferred from the calls; "
             "--tools FILE gives the real ones"
         )
-    functions = tuple({"type": "function", "function": scanner.masked(t["function"])} for t in tools)
+    functions = tuple(
+        {"type": "function", "function": scanner.masked(t["function"])} for t in tools
+    )
     return Persona(name=sources.name or "Assistant", system_prompt=masked, tools=functions), notes
 
 
@@ -200,7 +242,13 @@ def _behaviour_of(case: CaseFile) -> str:
     expect = case.expect or {}
     if tool := expect.get("tool"):
         return f"calls {tool}"
-    return "answers in words" if expect.get("no_tool") else "answers from a result" if expect.get("turns") else ""
+    return (
+        "answers in words"
+        if expect.get("no_tool")
+        else "answers from a result"
+        if expect.get("turns")
+        else ""
+    )
 
 
 def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
@@ -209,12 +257,19 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
 
     teacher = offline.Offline("calibration")
     n = max(1, N_GENERATED_ROWS // len(persona.categories))
-    provenance: RowProvenance = {"teacher": "offline", "model": offline.MODEL, "persona": persona.source}
+    provenance: RowProvenance = {
+        "teacher": "offline",
+        "model": offline.MODEL,
+        "persona": persona.source,
+    }
     provenance["prompt_sha256"] = persona.prompt_sha256
     return [
-        row | {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
+        row
+        | {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
         for category in persona.categories
-        for i, row in enumerate(teacher.conversations(persona, category, n, f"{seed}:{category.name}"))
+        for i, row in enumerate(
+            teacher.conversations(persona, category, n, f"{seed}:{category.name}")
+        )
     ]
 
 
@@ -237,4 +292,6 @@ def render_card(result: Initialized, persona: Persona, sample: LogSample) -> str
     """Return the README.md of the folder: the origin of its content, and what is missing."""
     files = [{"split": "calibration", "path": CALIBRATION_FILE}]
     configs = json.dumps([{"config_name": "default", "data_files": files}])
-    return render_markdown("init.md", configs=configs, mark=CARD_MARK, result=result, persona=persona, sample=sample)
+    return render_markdown(
+        "init.md", configs=configs, mark=CARD_MARK, result=result, persona=persona, sample=sample
+    )

@@ -52,7 +52,11 @@ class Conversation:
     @property
     def characters(self) -> int:
         """Number of characters of all texts and of the arguments of all calls."""
-        calls = sum(len(str(c["function"]["arguments"])) for m in self.messages for c in m.get("tool_calls") or ())
+        calls = sum(
+            len(str(c["function"]["arguments"]))
+            for m in self.messages
+            for c in m.get("tool_calls") or ()
+        )
         return sum(len(m["content"]) for m in self.messages) + len(self.system or "") + calls
 
     @property
@@ -87,7 +91,11 @@ def row_of(
         "id": f"log-{index:05d}",
         "messages": head + [with_text_arguments(m) for m in conversation.messages[: last + 1]],
         "thinking": conversation.thinking,
-        "provenance": {"teacher": "log", "model": conversation.format, "source": conversation.source},
+        "provenance": {
+            "teacher": "log",
+            "model": conversation.format,
+            "source": conversation.source,
+        },
         "split": "calibration",
     }
     if offered := conversation.tools if conversation.tools is not None else tools:
@@ -110,17 +118,46 @@ def _with_text(call: ChatCall) -> ChatCall:
 
 
 ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "tool": "tool",
-    "function": "tool", "observation": "tool", "ipython": "tool", "toolresult": "tool", "tool_response": "tool",
-    "function_response": "tool", "function_call": "call", "tool_call": "call", "ai": "assistant",
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "toolresult": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "function_call": "call",
+    "tool_call": "call",
+    "ai": "assistant",
     "aimessagechunk": "assistant",
-}  # fmt: skip
+}
 IMAGE_KINDS = (
-    "image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file", "blob", "uri",
-)  # fmt: skip
+    "image",
+    "image_url",
+    "input_image",
+    "audio",
+    "input_audio",
+    "video",
+    "file",
+    "input_file",
+    "blob",
+    "uri",
+)
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # args: LangChain, Gemini; input: Anthropic
+ARGUMENT_KEYS = (
+    "arguments",
+    "parameters",
+    "args",
+    "input",
+)  # args: LangChain, Gemini; input: Anthropic
 TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
 WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -140,12 +177,18 @@ def conversation_of(record: object) -> Conversation:
     answer = _answer(record)
     if answer is not None and (not messages or messages[-1]["role"] in ("user", "tool", "system")):
         messages += list(parsed_message(answer))
-    tools = tools_of(next((v for k in ("tools", "functions") if (v := request.get(k) or record.get(k))), None))
+    tools = tools_of(
+        next((v for k in ("tools", "functions") if (v := request.get(k) or record.get(k))), None)
+    )
     conversation = finished(
-        messages, tools, request.get("system") or record.get("system") or record.get("system_prompt")
+        messages,
+        tools,
+        request.get("system") or record.get("system") or record.get("system_prompt"),
     )
     conversation.time_s = _time(record)
-    conversation.max_tokens = integer(request.get("max_tokens", request.get("max_completion_tokens"))) or None
+    conversation.max_tokens = (
+        integer(request.get("max_tokens", request.get("max_completion_tokens"))) or None
+    )
     return conversation
 
 
@@ -163,14 +206,18 @@ def _time(record: Record) -> float | None:
     return None
 
 
-def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: object = None) -> Conversation:
+def finished(
+    messages: list[ChatMessage], tools: list[Tool] | None, system: object = None
+) -> Conversation:
     """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
     prompt = "\n".join(s for s in [_content(system)[0], *systems] if s.strip()) or None
     messages = [m for m in messages if m["role"] != "system"]
     if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
         tools = tools_of(tagged[1])
-        prompt = _TOOLS.sub("", prompt).strip() if tools else prompt  # the chat template adds them again
+        prompt = (
+            _TOOLS.sub("", prompt).strip() if tools else prompt
+        )  # the chat template adds them again
     while messages and messages[0]["role"] in ("assistant", "tool"):
         messages = messages[1:]  # a greeting before the user's first message
     if not any(m["role"] == "user" and m["content"].strip() for m in messages):
@@ -187,7 +234,9 @@ def _request(record: Record, depth: int) -> tuple[Record, str]:
             return record, key
     if isinstance(record.get("prompt"), list):
         completion = record.get("completion")
-        return {"messages": [*record["prompt"], *(completion if isinstance(completion, list) else [])]}, "messages"
+        return {
+            "messages": [*record["prompt"], *(completion if isinstance(completion, list) else [])]
+        }, "messages"
     for key in WRAPPERS:
         value = _object_in(record, key)
         if isinstance(value, Mapping) and depth < 3:
@@ -201,7 +250,9 @@ def _request(record: Record, depth: int) -> tuple[Record, str]:
 def _object_in(record: Record, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
-    return _json_or_none(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    return (
+        _json_or_none(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    )
 
 
 def _json_or_none(text: str) -> object:
@@ -233,7 +284,11 @@ def _answer(record: Record) -> object:
 
 def first_choice(body: Record) -> Record | None:
     choices = body.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
+    return (
+        choices[0]
+        if isinstance(choices, list) and choices and isinstance(choices[0], Mapping)
+        else None
+    )
 
 
 def parsed_message(raw: object) -> Iterator[ChatMessage]:
@@ -294,11 +349,15 @@ def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessag
             calls.append(_call(block))
         elif kind in ("tool_result", "tool_call_response"):
             result = block.get("content") if kind == "tool_result" else block.get("response")
-            is_json = kind == "tool_call_response" and not isinstance(result, str)  # OpenTelemetry's: any value
+            is_json = kind == "tool_call_response" and not isinstance(
+                result, str
+            )  # OpenTelemetry's: any value
             text = json.dumps(result, ensure_ascii=False) if is_json else _content(result)[0]
             results.append(_result(text, None, block.get("tool_use_id") or block.get("id")))
         elif kind in ("thinking", "reasoning"):
-            thoughts.append(str(block.get("thinking") or block.get("text") or block.get("content") or ""))
+            thoughts.append(
+                str(block.get("thinking") or block.get("text") or block.get("content") or "")
+            )
         elif isinstance(block, Mapping) and isinstance(
             text := block.get("text", kind == "text" and block.get("content")), str
         ):
@@ -340,7 +399,10 @@ def _call(raw: object) -> ChatCall:
         raise Unusable("a tool call without a name")
     if not isinstance(arguments, Mapping):
         raise Unusable("tool arguments that are not a JSON object")
-    call: ChatCall = {"type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments)}}
+    call: ChatCall = {
+        "type": "function",
+        "function": {"name": str(function["name"]), "arguments": dict(arguments)},
+    }
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 
 
@@ -368,7 +430,11 @@ def tools_of(raw: object) -> list[Tool] | None:
             return tools_of("\n".join(t for t in raw if isinstance(t, str)))
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and function.get("name"):
-            definition = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
+            definition = {
+                k: function[k]
+                for k in ("name", "description", "parameters")
+                if function.get(k) is not None
+            }
             if "parameters" not in definition and isinstance(function.get("input_schema"), Mapping):
                 definition["parameters"] = function["input_schema"]
             tools.append({"type": "function", "function": definition})
@@ -427,7 +493,10 @@ def stream_bytes(logged: object) -> bytes | None:
     lines: list[Any] = logged if isinstance(logged, list) and logged else [logged]
     if all(isinstance(line, str) for line in lines) and _FIRST_EVENT.match(lines[0]):
         return "\n\n".join(lines).encode("utf-8", "replace")
-    if all(isinstance(c, dict) and ("choices" in c or str(c.get("type")).startswith(_CHUNK_TYPES)) for c in lines):
+    if all(
+        isinstance(c, dict) and ("choices" in c or str(c.get("type")).startswith(_CHUNK_TYPES))
+        for c in lines
+    ):
         return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in lines)
     return None
 
@@ -444,7 +513,11 @@ def message_of_events(body: bytes) -> tuple[JsonObject, str | None]:
         message["reasoning_content"] = "".join(answer.reasoning)
     if answer.calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for _, call in sorted(answer.calls.items())
         ]
     return message, answer.finish_reason

@@ -59,7 +59,9 @@ class Pool:
         self.n = self.repeated = 0
         self.behaviours: Counter[str] = Counter()
         self._seed, self._size = seed, size
-        self._heaps: dict[str, list[tuple[int, int, Conversation]]] = {}  # (-hash, -order, conversation)
+        self._heaps: dict[
+            str, list[tuple[int, int, Conversation]]
+        ] = {}  # (-hash, -order, conversation)
         self._hashes: dict[str, set[int]] = {}
 
     def add(self, conversation: Conversation) -> None:
@@ -86,12 +88,20 @@ class Pool:
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
         """Yield (behaviour, conversation), the rarest behaviour first, within a behaviour by hash."""
         for behaviour in sorted(self._heaps, key=lambda b: (self.behaviours[b], b)):
-            for _, _, conversation in sorted(self._heaps[behaviour], key=lambda item: (-item[0], -item[1])):
+            for _, _, conversation in sorted(
+                self._heaps[behaviour], key=lambda item: (-item[0], -item[1])
+            ):
                 yield behaviour, conversation
 
     def _hash(self, conversation: Conversation) -> int:
-        text = json.dumps([self._seed, conversation.system, conversation.messages], sort_keys=True, ensure_ascii=False)
-        return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+        text = json.dumps(
+            [self._seed, conversation.system, conversation.messages],
+            sort_keys=True,
+            ensure_ascii=False,
+        )
+        return int.from_bytes(
+            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
 
 
 @dataclass
@@ -117,7 +127,9 @@ def read_sample(logs: Sequence[Path], seed: int, progress: Progress) -> LogSampl
     for conversation in read_logs(logs, sample.problems):
         sample.formats[conversation.format] += 1
         sample.files[conversation.source] += 1
-        if conversation.system and (len(sample.prompts) < MAX_PROMPTS or conversation.system in sample.prompts):
+        if conversation.system and (
+            len(sample.prompts) < MAX_PROMPTS or conversation.system in sample.prompts
+        ):
             sample.prompts[conversation.system] += 1
         for tool in conversation.tools or ():
             sample.tools.setdefault(tool["function"]["name"], tool)
@@ -133,10 +145,14 @@ def inferred_tools(sample: LogSample) -> list[Tool]:
     for _, conversation in sample.pool.conversations():
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
-                calls_by_tool.setdefault(str(call["function"]["name"]), []).append(call["function"]["arguments"])
+                calls_by_tool.setdefault(str(call["function"]["name"]), []).append(
+                    call["function"]["arguments"]
+                )
     tools = []
     for name, calls in sorted(calls_by_tool.items()):
-        properties = {k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))}
+        properties = {
+            k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))
+        }
         required = sorted(set(calls[0]).intersection(*calls))
         parameters = {"type": "object", "properties": properties, "required": required}
         function = {"name": name, "description": name.replace("_", " "), "parameters": parameters}
@@ -150,7 +166,9 @@ def _schema(values: Sequence[object]) -> JsonObject:
     return {"type": kinds.pop()} if len(kinds) == 1 else {}
 
 
-def without_prefixes(conversations: list[tuple[str, Conversation]]) -> list[tuple[str, Conversation]]:
+def without_prefixes(
+    conversations: list[tuple[str, Conversation]],
+) -> list[tuple[str, Conversation]]:
     """Return the conversations that are not the beginning of another one.
 
     Request logs have one record per turn, each of which repeats the turns before.
@@ -168,8 +186,12 @@ def without_prefixes(conversations: list[tuple[str, Conversation]]) -> list[tupl
 
 
 def _content(message: ChatMessage) -> bytes:
-    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
-    text = json.dumps([message["role"], message["content"], calls], sort_keys=True, ensure_ascii=False)
+    calls = [
+        [c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()
+    ]
+    text = json.dumps(
+        [message["role"], message["content"], calls], sort_keys=True, ensure_ascii=False
+    )
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -186,7 +208,9 @@ class GateCases:
         self.shared = 0
         self._cases: dict[tuple[str, bool], list[CaseFile]] = {}
         self._lengths: dict[tuple[str, bool], list[int]] = {}
-        self._calibration = DuplicateFinder((str(row["id"]), text) for row in calibration for text in prompts_of(row))
+        self._calibration = DuplicateFinder(
+            (str(row["id"]), text) for row in calibration for text in prompts_of(row)
+        )
         self._prompts = {kind: DuplicateFinder() for kind in DESCRIPTIONS}
 
     def add(self, conversation: Conversation) -> None:
@@ -202,12 +226,19 @@ class GateCases:
                 self._store(kind, conversation, prompt, logged)
 
     def _store(
-        self, kind: str, conversation: Conversation, prompt: Sequence[ChatMessage], logged: ChatMessage | None
+        self,
+        kind: str,
+        conversation: Conversation,
+        prompt: Sequence[ChatMessage],
+        logged: ChatMessage | None,
     ) -> None:
         key = (kind, conversation.thinking)
         cases = self._cases.setdefault(key, [])
         messages = [plain(m) for m in prompt]
-        if conversation.system is not None and conversation.system.strip() != self.persona.system_prompt:
+        if (
+            conversation.system is not None
+            and conversation.system.strip() != self.persona.system_prompt
+        ):
             messages.insert(0, {"role": "system", "content": conversation.system})
         case = CaseFile(id=f"{kind}-{len(cases):04d}", messages=messages)
         if conversation.tools is not None and conversation.tools != list(self.persona.tools):
@@ -216,7 +247,11 @@ class GateCases:
             calls = called(logged)
             case.expect = {"logged": {"calls": calls}}
             arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
-            length = len(logged["content"]) + len(str(arguments)) + len(logged.get("reasoning_content") or "")
+            length = (
+                len(logged["content"])
+                + len(str(arguments))
+                + len(logged.get("reasoning_content") or "")
+            )
             self._lengths.setdefault(key, []).append(length)
             self.behaviours.update({f"calls {name}" for name in calls})
         if kind == "results":
@@ -249,7 +284,9 @@ def answer_positions(conversation: Conversation) -> list[int]:
     """
     messages = conversation.messages
     positions = [
-        i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "assistant"
+        i
+        for i, m in enumerate(messages)
+        if m["role"] == "assistant" and messages[i - 1]["role"] != "assistant"
     ]
     if messages[-1]["role"] in ("user", "tool"):
         positions.append(len(messages))
@@ -310,7 +347,9 @@ class SplitConversations:
     notes: list[str]
 
 
-def split_conversations(sample: LogSample, persona: Persona, scanner: Scanner) -> SplitConversations:
+def split_conversations(
+    sample: LogSample, persona: Persona, scanner: Scanner
+) -> SplitConversations:
     """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another."""
     chosen, notes = _distinct_conversations(sample, persona, scanner)
     rows: list[ChatRow] = []
@@ -320,12 +359,16 @@ def split_conversations(sample: LogSample, persona: Persona, scanner: Scanner) -
         calibration = [c for c in conversations if c.has_answer][:n_rows]
         taken = {id(c) for c in calibration}
         for_gates += [c for c in conversations if id(c) not in taken]
-        rows += filter(None, (calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows))))
+        rows += filter(
+            None, (calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows)))
+        )
     gates = GateCases(persona, rows)
     for conversation in for_gates:
         gates.add(conversation)
     if gates.shared:
-        notes.append(f"left out: {gates.shared} gate prompts that are also in the calibration data, or nearly")
+        notes.append(
+            f"left out: {gates.shared} gate prompts that are also in the calibration data, or nearly"
+        )
     return SplitConversations(rows, gates, notes)
 
 

@@ -63,7 +63,9 @@ class Problems:
 
 
 def read_logs(
-    paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None, most_characters: int = MAX_CHARACTERS
+    paths: Iterable[str | os.PathLike[str]],
+    problems: Problems | None = None,
+    most_characters: int = MAX_CHARACTERS,
 ) -> Iterator[log_records.Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
@@ -75,7 +77,9 @@ def read_logs(
     for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
         for conversation in _read_file(path, problems):
             if conversation.characters > most_characters:
-                problems.add(f"longer than {most_characters:,} characters", conversation.source or path.name)
+                problems.add(
+                    f"longer than {most_characters:,} characters", conversation.source or path.name
+                )
                 continue
             conversation.source = path.name
             yield conversation
@@ -84,7 +88,9 @@ def read_logs(
 def files_of(path: Path) -> Iterator[Path]:
     """Yield a file, or the log files of a folder. Raises UsageError where there is none."""
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and f.stat().st_size)
+        files = sorted(
+            f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and f.stat().st_size
+        )
         if not files:
             raise UsageError(f"{path} has no log files ({', '.join(SUFFIXES)})")
         yield from files
@@ -98,16 +104,22 @@ def _read_file(path: Path, problems: Problems) -> Iterator[log_records.Conversat
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     try:
         if suffix in (".parquet", ".arrow"):
-            yield from _records(((f"{path.name}, row {i}", row) for i, row in _columns(path, suffix)), problems)
+            yield from _records(
+                ((f"{path.name}, row {i}", row) for i, row in _columns(path, suffix)), problems
+            )
         elif suffix == ".json" and (documents := _whole(path)) is not None:
-            yield from _records(((f"{path.name}, entry {i}", d) for i, d in enumerate(documents, 1)), problems)
+            yield from _records(
+                ((f"{path.name}, entry {i}", d) for i, d in enumerate(documents, 1)), problems
+            )
         else:
             yield from _lines(path, problems)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[log_records.Conversation]:
+def _records(
+    records: Iterable[tuple[str, object]], problems: Problems
+) -> Iterator[log_records.Conversation]:
     for where, record in records:
         try:
             conversation = log_records.conversation_of(record)
@@ -126,9 +138,13 @@ def _whole(path: Path) -> list[object] | None:
         return None
     if otel.is_export(document):
         return list(otel.records(document))
-    if isinstance(document, list) and not (document and isinstance(document[0], dict) and "role" in document[0]):
+    if isinstance(document, list) and not (
+        document and isinstance(document[0], dict) and "role" in document[0]
+    ):
         return document
-    if isinstance(document, dict) and isinstance(rows := document.get("data") or document.get("train"), list):
+    if isinstance(document, dict) and isinstance(
+        rows := document.get("data") or document.get("train"), list
+    ):
         return rows
     return [document]
 
@@ -211,8 +227,14 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        slices = (batch.slice(at, BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, BATCH_ROWS))
-        for number, row in enumerate(itertools.chain.from_iterable(part.to_pylist() for part in slices), 1):
+        slices = (
+            batch.slice(at, BATCH_ROWS)
+            for batch in batches
+            for at in range(0, batch.num_rows, BATCH_ROWS)
+        )
+        for number, row in enumerate(
+            itertools.chain.from_iterable(part.to_pylist() for part in slices), 1
+        ):
             yield number, _without_none(row)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
@@ -246,7 +268,10 @@ class Transcript:
     @staticmethod
     def takes(record: JsonObject) -> bool:
         """Return whether a line is an event of a transcript."""
-        if any(key in record for key in ("messages", "conversations", "conversation", "request", "response", "body")):
+        if any(
+            key in record
+            for key in ("messages", "conversations", "conversation", "request", "response", "body")
+        ):
             return False
         return ("type" in record and ("id" in record or "timestamp" in record)) or (
             str(record.get("role")).lower() in log_records.ROLES and "content" in record
@@ -275,7 +300,9 @@ class Transcript:
 
 
 _LITERAL = r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")"
-_VLLM_PROMPT = re.compile(rf"(?:Received request|Request) (\S+?):?(?: details)?: prompt: {_LITERAL}")
+_VLLM_PROMPT = re.compile(
+    rf"(?:Received request|Request) (\S+?):?(?: details)?: prompt: {_LITERAL}"
+)
 _VLLM_OUTPUT = re.compile(rf"Generated response (\S+?)(?: \([^)]*\))?: output: {_LITERAL}")
 _LLAMA = re.compile(r"log_server_r\w*:\s+(request|response):\s+(\{.*\})\s*$")
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
@@ -337,7 +364,11 @@ def chatml(prompt: str, answer: str) -> log_records.Conversation:
         raise log_records.Unusable("a prompt in the server's log is not in ChatML")
     messages: list[ChatMessage] = []
     tools = None
-    opened = turns[-1][1] if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>") else None
+    opened = (
+        turns[-1][1]
+        if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>")
+        else None
+    )
     for role, text in turns[:-1] if opened is not None else turns:
         if role == "system":
             system, tools = _system(text)
@@ -349,7 +380,9 @@ def chatml(prompt: str, answer: str) -> log_records.Conversation:
         text = answer.split("<|im_end|>")[0]
         text = "<think>\n" + text if thinking and "</think>" in text else text
         messages += log_records.parsed_message({"role": "assistant", "content": text})
-    return dataclasses.replace(log_records.finished(messages, tools), thinking=thinking, format="vLLM log")
+    return dataclasses.replace(
+        log_records.finished(messages, tools), thinking=thinking, format="vLLM log"
+    )
 
 
 def _system(text: str) -> tuple[str, list[log_records.Tool] | None]:

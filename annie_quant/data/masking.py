@@ -24,7 +24,10 @@ _BY_NAME = (
     r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
 )
 _KINDS = {
-    **{kind: "|".join(f.likely for f in FORMS if f.kind == kind) for kind in dict.fromkeys(f.kind for f in FORMS)},
+    **{
+        kind: "|".join(f.likely for f in FORMS if f.kind == kind)
+        for kind in dict.fromkeys(f.kind for f in FORMS)
+    },
     "password": _BY_NAME,
 }
 _PERSONAL = {
@@ -48,10 +51,14 @@ class Scanner:
         kinds = {**_KINDS, **(_PERSONAL if personal else {})}
         self._kinds = [(kind, re.compile(pattern)) for kind, pattern in kinds.items()]
         values = [
-            v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")
+            v
+            for k, v in os.environ.items()
+            if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")
         ]
         self._words = [("secret of this environment", re.compile(re.escape(v))) for v in values]
-        self._words += [("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w]
+        self._words += [
+            ("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w
+        ]
         self._personal = personal
         self.counts: Counter[str] = Counter()
 
@@ -88,7 +95,11 @@ class Scanner:
         return text
 
     def _field(self, name: str, value: object) -> object:
-        if isinstance(value, str) and len(value) >= 6 and re.search(r"passw|secret|api_?key|token$", str(name), re.I):
+        if (
+            isinstance(value, str)
+            and len(value) >= 6
+            and re.search(r"passw|secret|api_?key|token$", str(name), re.I)
+        ):
             self.counts["password"] += 1
             return MASK
         return self.masked(value)
@@ -110,7 +121,10 @@ class Scanner:
 def _luhn(text: str) -> bool:
     """Return whether a card number's check digit is correct (ISO/IEC 7812)."""
     digits = [int(c) for c in text if c.isdigit()]
-    return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10 == 0
+    return (
+        sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10
+        == 0
+    )
 
 
 def _changed(value: object, change: Callable[[str], str]) -> object:

@@ -53,7 +53,8 @@ def lengths(document: object) -> Iterator[tuple[float, int, int]]:
     """Yield (seconds since 1970, prompt tokens, answer tokens) of each call that has counts."""
     for time_s, attributes in _calls(document):
         prompt, answer = (
-            integer(next(filter(None, map(attributes.get, n)), 0)) for n in (PROMPT_TOKENS, ANSWER_TOKENS)
+            integer(next(filter(None, map(attributes.get, n)), 0))
+            for n in (PROMPT_TOKENS, ANSWER_TOKENS)
         )
         if prompt and answer is not None:
             yield time_s, prompt, answer
@@ -81,11 +82,17 @@ def _objects(parent: object, name: str) -> list[JsonObject]:
 
 def _integer(value: object) -> int | None:
     """Return a 64-bit integer of protobuf's JSON form: a number, or its digits as text."""
-    return int(value) if isinstance(value, (str, int)) and str(value).isdecimal() and len(str(value)) < 20 else None
+    return (
+        int(value)
+        if isinstance(value, (str, int)) and str(value).isdecimal() and len(str(value)) < 20
+        else None
+    )
 
 
 def _attributes(parent: object, name: str, depth: int) -> JsonObject:
-    return {str(pair.get("key")): _value(pair.get("value"), depth) for pair in _objects(parent, name)}
+    return {
+        str(pair.get("key")): _value(pair.get("value"), depth) for pair in _objects(parent, name)
+    }
 
 
 def _value(value: object, depth: int) -> Any:

@@ -84,9 +84,13 @@ def checked_upstream(settings: RecorderSettings) -> str:
     except ValueError:
         raise UsageError("--upstream: the port is not a number up to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
-        raise UsageError(f"--upstream {url} is not an HTTP URL", "write it as http://127.0.0.1:8000")
+        raise UsageError(
+            f"--upstream {url} is not an HTTP URL", "write it as http://127.0.0.1:8000"
+        )
     if is_local(parts.hostname) and port == settings.port:
-        raise UsageError(f"--upstream {url} is the address that annie-quant listens at", "choose another --port")
+        raise UsageError(
+            f"--upstream {url} is the address that annie-quant listens at", "choose another --port"
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -104,7 +108,9 @@ class Recorder:
         self._scanner = Scanner(settings.personal, settings.words)
         self._held = Held(MAX_HELD_BYTES)
         self._passed: dict[_Passed, None] = {}  # the requests in flight, the oldest first
-        self._silent: dict[Any, float] = {}  # connection → when it was accepted, until its first head is complete
+        self._silent: dict[
+            Any, float
+        ] = {}  # connection → when it was accepted, until its first head is complete
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="annie-quant-record")
@@ -142,10 +148,13 @@ class Recorder:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(self._accept, self.settings.host, self.settings.port, backlog=128)
+            self._listener = await loop.create_server(
+                self._accept, self.settings.host, self.settings.port, backlog=128
+            )
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot listen at {self.settings.host}:{self.settings.port}: {error.strerror}", "choose another --port"
+                f"cannot listen at {self.settings.host}:{self.settings.port}: {error.strerror}",
+                "choose another --port",
             ) from error
         self._sweeper = asyncio.create_task(self._close_silent())
         port = self._listener.sockets[0].getsockname()[1]
@@ -184,7 +193,9 @@ class Recorder:
             await asyncio.sleep(0.02)
         if self._session is not None:
             await self._session.close()
-        await asyncio.get_running_loop().run_in_executor(None, functools.partial(self._writer.shutdown, wait=True))
+        await asyncio.get_running_loop().run_in_executor(
+            None, functools.partial(self._writer.shutdown, wait=True)
+        )
         self.log.close()
         self.result.left_out = dict(self._left_out)
         self.result.masked = {kind: n for kind, n in self._scanner.counts.items() if n}
@@ -199,8 +210,13 @@ class Recorder:
             return error_page(400, "the path must begin with /")
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
-        limits = {"a request": recorded_chat.MAX_REQUEST_BYTES, "an answer": recorded_chat.MAX_ANSWER_BYTES}
-        question, answer = (Copy(self._held, most if is_chat else 0, name) for name, most in limits.items())
+        limits = {
+            "a request": recorded_chat.MAX_REQUEST_BYTES,
+            "an answer": recorded_chat.MAX_ANSWER_BYTES,
+        }
+        question, answer = (
+            Copy(self._held, most if is_chat else 0, name) for name, most in limits.items()
+        )
         passed = _Passed(request, question, answer)
         self._passed[passed] = None
         try:
@@ -225,7 +241,11 @@ class Recorder:
     def _keep(self, passed: _Passed) -> None:
         """Hand a chat to the writer's thread. Its bytes count as held until it is written."""
         fault, size = passed.fault or passed.answer.fault, passed.question.size + passed.answer.size
-        if refused := passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else ""):
+        if (
+            refused := passed.refused
+            or passed.question.fault
+            or ("the file's limit" if self.log.stopped else "")
+        ):
             self._left_out[refused] += 1
             self._held.now -= size
             return
@@ -247,7 +267,9 @@ class Recorder:
             line = recorded_chat.line_of(exchange, self._scanner)
         except Exception as error:  # also a record that no rule expects must not end the recording
             known = isinstance(error, Unusable)
-            self._left_out[str(error) if known else f"a chat that cannot be read ({type(error).__name__})"] += 1
+            self._left_out[
+                str(error) if known else f"a chat that cannot be read ({type(error).__name__})"
+            ] += 1
             return
         if not self.log.keep(line.data):
             self._left_out["the file's limit"] += 1
@@ -281,7 +303,11 @@ class _Passed:
     waiting_since: float | None = None
 
     def waiting_s(self) -> float:
-        return 0.0 if self.waiting_since is None else asyncio.get_running_loop().time() - self.waiting_since
+        return (
+            0.0
+            if self.waiting_since is None
+            else asyncio.get_running_loop().time() - self.waiting_since
+        )
 
     def abort(self) -> None:
         """End the client's connection at once."""
@@ -307,7 +333,9 @@ class _Passed:
             )
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             self.refused = self.refused or "the server could not be reached"
-            return error_page(502, f"the server behind annie-quant record cannot be used ({type(error).__name__})")
+            return error_page(
+                502, f"the server behind annie-quant record cannot be used ({type(error).__name__})"
+            )
         except asyncio.CancelledError:
             self.fault = "the client left"
             raise
@@ -348,7 +376,10 @@ class _Passed:
         from aiohttp import web
 
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        self.is_stream, self.coding = kind == "text/event-stream", answer.headers.get("Content-Encoding", "")
+        self.is_stream, self.coding = (
+            kind == "text/event-stream",
+            answer.headers.get("Content-Encoding", ""),
+        )
         if answer.status != 200:
             self.refused = f"status {answer.status}"
         _fail_when_closed(answer)
@@ -395,7 +426,9 @@ def error_page(status: int, message: str) -> web.Response:
     """Return an error in OpenAI's form."""
     from aiohttp import web
 
-    return web.json_response({"error": {"message": message, "type": "proxy_error", "code": status}}, status=status)
+    return web.json_response(
+        {"error": {"message": message, "type": "proxy_error", "code": status}}, status=status
+    )
 
 
 def _quiet() -> logging.Logger:
@@ -406,13 +439,17 @@ def _quiet() -> logging.Logger:
 
 
 def record(
-    settings: RecorderSettings, progress: Progress = SILENT, on_ready: Callable[[str], object] = lambda url: None
+    settings: RecorderSettings,
+    progress: Progress = SILENT,
+    on_ready: Callable[[str], object] = lambda url: None,
 ) -> Recorded:
     """Record until SIGINT or SIGTERM, or for settings.duration_s. on_ready: called with the address for clients."""
     return asyncio.run(_record(settings, progress, on_ready))
 
 
-async def _record(settings: RecorderSettings, progress: Progress, on_ready: Callable[[str], object]) -> Recorded:
+async def _record(
+    settings: RecorderSettings, progress: Progress, on_ready: Callable[[str], object]
+) -> Recorded:
     recorder, ended = Recorder(settings, progress), asyncio.Event()
     loop = asyncio.get_running_loop()
     in_main = threading.current_thread() is threading.main_thread()

@@ -24,7 +24,13 @@ from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, changed_texts, decode_json
-from annie_quant.data.log_records import Unusable, conversation_of, first_choice, message_of_events, with_text_arguments
+from annie_quant.data.log_records import (
+    Unusable,
+    conversation_of,
+    first_choice,
+    message_of_events,
+    with_text_arguments,
+)
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream.answer import MAX_NAME
@@ -79,7 +85,9 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if exchange.answer is not None:
         try:
             body = decompressed(exchange.answer, exchange.coding)
-            message, reason = message_of_events(body) if exchange.is_stream else answer_of_body(body)
+            message, reason = (
+                message_of_events(body) if exchange.is_stream else answer_of_body(body)
+            )
         except (Unusable, ValueError) as error:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
@@ -90,12 +98,18 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
     if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
-    head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    parts: JsonObject = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
-    parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
-    data = json.dumps(masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False).encode(
-        "utf-8", "replace"
+    head: list[ChatMessage] = (
+        [{"role": "system", "content": conversation.system}] if conversation.system else []
     )
+    parts: JsonObject = {
+        "messages": head + conversation.messages,
+        "tools": conversation.tools,
+        "reason": reason,
+    }
+    parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
+    data = json.dumps(
+        masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False
+    ).encode("utf-8", "replace")
     if len(data) > MAX_LINE_BYTES:
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     return ChatLine(data, message is not None, fault)
@@ -114,7 +128,11 @@ def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
 
 def _tools(request: JsonObject) -> object:
     """Return the tools on offer; None where the request forbids calls."""
-    return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
+    return (
+        None
+        if request.get("tool_choice") == "none"
+        else request.get("tools") or request.get("functions")
+    )
 
 
 def _object(body: bytes) -> JsonObject | None:
@@ -132,7 +150,10 @@ def decompressed(body: bytes, coding: str) -> bytes:
         return body
     if coding not in READABLE_CODINGS:
         raise Unusable("an answer in a coding that cannot be read")
-    for window_bits in (47, -15):  # zlib or gzip with a header; deflate without one, as some servers send it
+    for window_bits in (
+        47,
+        -15,
+    ):  # zlib or gzip with a header; deflate without one, as some servers send it
         reader = zlib.decompressobj(window_bits)
         try:
             text = reader.decompress(body, MAX_ANSWER_BYTES + 1)
@@ -236,9 +257,18 @@ class Recorded(msgspec.Struct, kw_only=True):
 
 # Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
 HOP_BY_HOP = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "expect",
-}  # fmt: skip
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "host",
+    "expect",
+}
 
 
 class Held:

@@ -43,7 +43,15 @@ from annie_quant.judge.checks.calls import mismatch
 from annie_quant.judge.checks.text import leaked, markdown_in
 
 THRESHOLD = 0.85
-CONTRACTIONS = {"'s": " is", "'m": " am", "'re": " are", "n't": " not", "'ll": " will", "'ve": " have", "'d": " would"}
+CONTRACTIONS = {
+    "'s": " is",
+    "'m": " am",
+    "'re": " are",
+    "n't": " not",
+    "'ll": " will",
+    "'ve": " have",
+    "'d": " would",
+}
 _CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
 Feature = str | tuple[str, str]
 Row = Mapping[str, Any]  # a conversation as its file has it; `faults` checks it
@@ -88,7 +96,9 @@ class DuplicateFinder:
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
         self._texts: list[tuple[str, frozenset[Feature]]] = []
         self._exact: dict[frozenset[Feature], str] = {}
-        self._index: defaultdict[Feature, list[int]] = defaultdict(list)  # feature of a prefix → indices in _texts
+        self._index: defaultdict[Feature, list[int]] = defaultdict(
+            list
+        )  # feature of a prefix → indices in _texts
         for name, text in texts:
             self.add(name, text)
 
@@ -180,9 +190,13 @@ def read_rows(rows: Rows) -> list[JsonObject]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist", f"annie-quant data --persona annie --output {path}") from None
+        raise UsageError(
+            f"{path} does not exist", f"annie-quant data --persona annie --output {path}"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}"
+        ) from error
     content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         return dataset_rows(path)
@@ -192,7 +206,12 @@ def read_rows(rows: Rows) -> list[JsonObject]:
             continue
         try:
             row = decode_json(line)
-            if not result and isinstance(row, dict) and "messages" not in row and LOG_KEYS & row.keys():
+            if (
+                not result
+                and isinstance(row, dict)
+                and "messages" not in row
+                and LOG_KEYS & row.keys()
+            ):
                 return dataset_rows(path)
             msgspec.convert(row, _Row)
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
@@ -213,10 +232,15 @@ def dataset_rows(path: Path) -> list[JsonObject]:
     from annie_quant.data.logs import Problems, read_logs
 
     problems = Problems()
-    rows: list[JsonObject] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    rows: list[JsonObject] = [
+        {**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer
+    ]
     if not rows:
         reasons = "; ".join(problems.lines()) or "it is empty"
-        raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")
+        raise UsageError(
+            f"{path} has no conversation with an answer: {reasons}",
+            "annie-quant data --persona annie",
+        )
     return rows
 
 
@@ -228,7 +252,8 @@ def read_conversations(conversations: Rows, limit: int | None = None) -> list[Js
     rows = read_rows(conversations)
     if not rows and isinstance(conversations, (str, os.PathLike)):
         raise UsageError(
-            f"{conversations} has no conversations", f"annie-quant data --persona annie --output {conversations}"
+            f"{conversations} has no conversations",
+            f"annie-quant data --persona annie --output {conversations}",
         )
     if limit is None or limit >= len(rows):
         return rows
@@ -248,11 +273,15 @@ def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
 
 def other_prompts(others: Iterable[Rows], gates: bool, persona: Persona | None) -> DuplicateFinder:
     """Return a finder for the prompts of other sets and, if `gates`, of the persona's gates."""
-    texts = [(f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)]
+    texts = [
+        (f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)
+    ]
     return DuplicateFinder([*texts, *(gate_texts(persona) if gates else ())])
 
 
-def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None) -> None:
+def check_apart(
+    rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None
+) -> None:
     """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts of the persona."""
     finder = other_prompts(others, gates, persona)
     matches = [(row.get("id"), finder.find(user_text(row))) for row in read_rows(rows)]
@@ -264,7 +293,9 @@ def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona 
         )
 
 
-def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, allow: bool = False) -> str | None:
+def check_prompt_hash(
+    rows: Rows, persona: str | Path | Persona | None = None, allow: bool = False
+) -> str | None:
     """Check, before quantizing or evaluating, that conversations have the system prompt that is served now.
 
     That prompt is that of `persona`, else that of the persona named in the rows' provenance. Rows without provenance are compared
@@ -278,15 +309,21 @@ def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, a
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
-        if source is None or (persona is None and str(source) not in built_in() and not exists(Path(source))):
+        if source is None or (
+            persona is None and str(source) not in built_in() and not exists(Path(source))
+        ):
             continue  # nothing to compare with: no provenance, or that of another folder or machine
         current = (source if isinstance(source, Persona) else load(source)).system_prompt
         first = row["messages"][0]
         prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1
-        if provenance.get("teacher") == "log":  # each log has its own prompt; the persona's is in the provenance
+        if (
+            provenance.get("teacher") == "log"
+        ):  # each log has its own prompt; the persona's is in the provenance
             prompt = current if provenance.get("prompt_sha256") == sha256_text(current) else prompt
-        if prompt != current or (provenance.get("prompt_sha256") or sha256_text(prompt)) != sha256_text(current):
+        if prompt != current or (
+            provenance.get("prompt_sha256") or sha256_text(prompt)
+        ) != sha256_text(current):
             stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None
@@ -295,7 +332,9 @@ def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, a
         f"({sha256_text(current)[:12]}): a stale prompt in the data spoils calibration and training"
     )
     if not allow:
-        raise UsageError(difference, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
+        raise UsageError(
+            difference, "make the data again (annie-quant data), or add --allow-prompt-mismatch"
+        )
     return difference
 
 
@@ -328,28 +367,42 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     """Return a description of each rule that a conversation breaks. persona: default: annie."""
     persona = persona or load_persona("annie")
     result = form_faults(row, persona.tools)
-    if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
+    if result and (
+        not isinstance(row.get("messages"), list)
+        or "unknown role" in result[0]
+        or not row["messages"]
+    ):
         return result
     messages = row["messages"]
     teacher = teacher_of(row)
     limited = teacher not in (None, "log")  # the limits of length are for what a teacher wrote
-    other_prompt = messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
+    other_prompt = (
+        messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
+    )
     if teacher != "log" and other_prompt:
         result.append("the system prompt is not the persona's")
     for message in messages:
         if message["role"] == "assistant":
             result += _style_faults(text_of(message.get("content")), persona, limited)
-    if limited and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
+    if limited and any(
+        m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages
+    ):
         result.append(f"a user message is longer than {MAX_USER} characters")
     if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
         result.append(f"longer than {MAX_TOTAL} characters")
-    return result + ([] if row.get("category") is None or teacher == "log" else _category_faults(row, persona))
+    return result + (
+        [] if row.get("category") is None or teacher == "log" else _category_faults(row, persona)
+    )
 
 
 def teacher_of(row: Row) -> str | None:
     """Return who wrote a row: a teacher's name, "log" for production (annie-quant init), None where it is not known."""
     provenance = row.get("provenance")
-    return str(provenance["teacher"]) if isinstance(provenance, Mapping) and provenance.get("teacher") else None
+    return (
+        str(provenance["teacher"])
+        if isinstance(provenance, Mapping) and provenance.get("teacher")
+        else None
+    )
 
 
 def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
@@ -362,7 +415,11 @@ def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
         return ["no messages"]
     offered: Any = tools if row.get("tools") is None else row["tools"]
     result = [] if offered is None else _tools_faults(offered)
-    schemas = None if offered is None or result else {t["function"]["name"]: t["function"] for t in offered}
+    schemas = (
+        None
+        if offered is None or result
+        else {t["function"]["name"]: t["function"] for t in offered}
+    )
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES:
@@ -384,7 +441,9 @@ def _tools_faults(tools: object) -> list[str]:
         valid = all(tool.function.name for tool in msgspec.convert(tools, list[_RowTool]))
     except msgspec.ValidationError:
         valid = False
-    return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
+    return (
+        [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
+    )
 
 
 def _category_faults(row: Row, persona: Persona) -> list[str]:
@@ -395,7 +454,12 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
     turns = sum(m["role"] == "user" for m in row["messages"])
     if turns != category.turns:
         result.append(f"{turns} user turns, expected {category.turns}")
-    calls = [c["function"] for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")]
+    calls = [
+        c["function"]
+        for m in row["messages"]
+        for c in m.get("tool_calls") or ()
+        if c.get("function")
+    ]
     called = [function.get("name") for function in calls]
     if category.tool and category.tool not in called:
         result.append(f"{category.tool} is not called")
@@ -408,7 +472,11 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
 
 
 def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
-    faults = [f"an answer is longer than {MAX_ANSWER} characters"] if limited and len(text) > MAX_ANSWER else []
+    faults = (
+        [f"an answer is longer than {MAX_ANSWER} characters"]
+        if limited and len(text) > MAX_ANSWER
+        else []
+    )
     if persona.forbids_markdown and (kind := markdown_in(text)):
         faults.append(f"markdown in an answer: {kind}")
     return [*faults, "thinking in an answer"] if leaked(text) else faults
@@ -416,7 +484,11 @@ def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
 
 def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
     arguments = function.get("arguments")
     try:
@@ -434,7 +506,9 @@ def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
     return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
 
 
-def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int | None = None) -> ValidatedRows:
+def validate(
+    rows: Iterable[Row], persona: Persona | None = None, requested: int | None = None
+) -> ValidatedRows:
     """Check all rows and the set as a whole. Rows without a category are counted under "none".
 
     requested: number of conversations that were requested, if that is more than there are.
@@ -459,7 +533,11 @@ def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int
             tools += any(m.get("tool_calls") for m in row["messages"])
             by_category[category] += 1
     expected, valid = max(total, requested or 0), by_category.total()
-    share = sum(c.tool is not None for c in persona.categories) / len(persona.categories) if categorized else 0.0
+    share = (
+        sum(c.tool is not None for c in persona.categories) / len(persona.categories)
+        if categorized
+        else 0.0
+    )
     enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
     return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
 

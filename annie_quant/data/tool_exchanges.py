@@ -23,7 +23,16 @@ import rstr
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.exchanges import MY_TOPICS, PHRASES, WORDS, BySplit, Exchange, capitalized, memory, web
+from annie_quant.data.exchanges import (
+    MY_TOPICS,
+    PHRASES,
+    WORDS,
+    BySplit,
+    Exchange,
+    capitalized,
+    memory,
+    web,
+)
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.checks.calls import mismatch
@@ -53,10 +62,14 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
             raise NoValue("the schema is not valid, or refers to itself without end") from None
         if isinstance(value, dict) and (reason := mismatch(value, schema)) is None:
             return value
-    raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else ""))
+    raise NoValue(
+        f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else "")
+    )
 
 
-def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int) -> object:
+def _draw(
+    node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int
+) -> object:
     if not isinstance(node, Mapping):
         return _text({}, rng, split, name)
     if "$ref" in node:
@@ -69,10 +82,21 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
         if node.get(key):
             null = {"type": "null"}
             deep = depth >= MAX_DEPTH and null in node[key]  # where a schema refers to itself
-            options = [null] if deep else [option for option in node[key] if option != null] or node[key]
-            return _draw({**_without(node, key), **_resolved(rng.choice(options), root)}, root, rng, split, name, depth)
+            options = (
+                [null] if deep else [option for option in node[key] if option != null] or node[key]
+            )
+            return _draw(
+                {**_without(node, key), **_resolved(rng.choice(options), root)},
+                root,
+                rng,
+                split,
+                name,
+                depth,
+            )
     if node.get("allOf"):
-        return _draw(_merged([_without(node, "allOf"), *node["allOf"]], root), root, rng, split, name, depth)
+        return _draw(
+            _merged([_without(node, "allOf"), *node["allOf"]], root), root, rng, split, name, depth
+        )
     kind = node.get("type")
     if isinstance(kind, list):
         kind = rng.choice([k for k in kind if k != "null"] or kind)
@@ -81,7 +105,10 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
     if kind == "object":
         return _object(node, root, rng, split, depth)
     if kind == "array":
-        low, high = int(node.get("minItems", depth < MAX_DEPTH)), int(node.get("maxItems", MAX_ITEMS))
+        low, high = (
+            int(node.get("minItems", depth < MAX_DEPTH)),
+            int(node.get("maxItems", MAX_ITEMS)),
+        )
         n = rng.randint(low, max(low, min(high, low + MAX_ITEMS - 1))) if depth < MAX_DEPTH else low
         items = [_draw(node.get("items", {}), root, rng, split, name, depth + 1) for _ in range(n)]
         if node.get("uniqueItems"):
@@ -97,7 +124,11 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
 def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> JsonObject:
     required = set(node.get("required") or ())
     properties = node.get("properties") or {}
-    chosen = [key for key in properties if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)]
+    chosen = [
+        key
+        for key in properties
+        if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)
+    ]
     chosen += [key for key in required if key not in properties]
     return {key: _draw(properties.get(key, {}), root, rng, split, key, depth + 1) for key in chosen}
 
@@ -120,16 +151,26 @@ def _number(node: Schema, rng: random.Random, kind: str) -> int | float:
 def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
     """Return an example of the schema, or a text by its format and name; one by its pattern where that does not match."""
     examples = [text for text in node.get("examples") or () if isinstance(text, str)]
-    text, pattern = rng.choice(examples) if examples else _word(node, rng, split, name), node.get("pattern")
+    text, pattern = (
+        rng.choice(examples) if examples else _word(node, rng, split, name),
+        node.get("pattern"),
+    )
     if pattern is None or re.search(pattern, text):
         return text
     generator = rstr.Rstr(rng)
-    return min((generator.xeger(pattern) for _ in range(3)), key=len)  # * and + repeat up to 100 times
+    return min(
+        (generator.xeger(pattern) for _ in range(3)), key=len
+    )  # * and + repeat up to 100 times
 
 
 def _word(node: Schema, rng: random.Random, split: str, name: str) -> str:
     kind, key = node.get("format"), name.lower()
-    day, month, hour, minute = rng.randint(1, 28), rng.randint(1, 12), rng.randint(6, 22), rng.choice((0, 15, 30, 45))
+    day, month, hour, minute = (
+        rng.randint(1, 28),
+        rng.randint(1, 12),
+        rng.randint(6, 22),
+        rng.choice((0, 15, 30, 45)),
+    )
     who = rng.choice(WORDS.names[split])
     if kind == "date" or key in ("date", "day", "birthday") or key.endswith("_date"):
         return f"2026-{month:02d}-{day:02d}"
@@ -173,9 +214,15 @@ def _resolved(node: object, root: Schema) -> Schema:
 def _merged(nodes: Sequence[object], root: Schema) -> JsonObject:
     schemas = [_resolved(node, root) for node in nodes]
     result: JsonObject = {key: value for schema in schemas for key, value in schema.items()}
-    properties = {name: value for schema in schemas for name, value in schema.get("properties", {}).items()}
+    properties = {
+        name: value for schema in schemas for name, value in schema.get("properties", {}).items()
+    }
     required = [name for schema in schemas for name in schema.get("required", ())]
-    return result | ({"properties": properties} if properties else {}) | ({"required": required} if required else {})
+    return (
+        result
+        | ({"properties": properties} if properties else {})
+        | ({"required": required} if required else {})
+    )
 
 
 def _without(node: Schema, key: str) -> JsonObject:
@@ -213,10 +260,16 @@ class ToolExchange:
 
     def messages(self) -> list[ChatMessage]:
         """Return the whole exchange as messages."""
-        results: list[ChatMessage] = [{"role": "tool", "content": call.result} for call in self.calls]
+        results: list[ChatMessage] = [
+            {"role": "tool", "content": call.result} for call in self.calls
+        ]
         return [
             {"role": "user", "content": self.user},
-            {"role": "assistant", "content": "", "tool_calls": [call.openai() for call in self.calls]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call.openai() for call in self.calls],
+            },
             *results,
             {"role": "assistant", "content": self.reply},
         ]
@@ -324,7 +377,9 @@ def _from_grammar(grammar: Grammar, tool: Schema, rng: random.Random, split: str
             values[name] = rng.choice(schema["enum"])
     values["number"] = rng.randint(2, 60)
     user = capitalized(rng.choice(phrases.ask[split]).format(**values))
-    call = DrawnCall(tool["name"], {name: values[name] for name in properties}, phrases.result.format(**values))
+    call = DrawnCall(
+        tool["name"], {name: values[name] for name in properties}, phrases.result.format(**values)
+    )
     fact = str(values[phrases.fact]) if phrases.fact else ""
     return ToolExchange(user, (call,), phrases.reply.format(**values), fact)
 
@@ -378,7 +433,9 @@ def flattened(arguments: Mapping[str, object], prefix: str = "") -> list[tuple[s
         if isinstance(value, Mapping):
             pairs += flattened(value, label)
         else:
-            values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+            values = (
+                value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+            )
             for index, item in enumerate((v for v in values if isinstance(v, Mapping)), 1):
                 pairs += flattened(item, f"{label} {index}")
             if plain := [_in_words(v) for v in values if not isinstance(v, (Mapping, list))]:

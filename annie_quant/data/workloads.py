@@ -35,8 +35,22 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import is_folder, read_json, sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
-from annie_quant.data.tool_exchanges import DrawnCall, ToolExchange, abstention, action_of, draw_exchange, flattened
-from annie_quant.documents import RECIPE_FILE, CaseFile, ChatCall, ChatMessage, ContextFile, WorkloadFile
+from annie_quant.data.tool_exchanges import (
+    DrawnCall,
+    ToolExchange,
+    abstention,
+    action_of,
+    draw_exchange,
+    flattened,
+)
+from annie_quant.documents import (
+    RECIPE_FILE,
+    CaseFile,
+    ChatCall,
+    ChatMessage,
+    ContextFile,
+    WorkloadFile,
+)
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.checks.calls import allowed
@@ -56,7 +70,8 @@ LEAST = 60  # cases with several calls, or with results; a verdict about them ne
 
 
 def resolve(
-    persona: PathLike | Persona | None = None, workloads: PathLike | Iterable[PathLike | Workload] | None = None
+    persona: PathLike | Persona | None = None,
+    workloads: PathLike | Iterable[PathLike | Workload] | None = None,
 ) -> list[Workload]:
     """Return the workloads of a persona, or the named ones.
 
@@ -65,12 +80,20 @@ def resolve(
 
     Raises UsageError for a name or path that does not exist, and where two workloads have the same name.
     """
-    who = None if persona is None else persona if isinstance(persona, Persona) else load_persona(str(persona))
+    who = (
+        None
+        if persona is None
+        else persona
+        if isinstance(persona, Persona)
+        else load_persona(str(persona))
+    )
     if workloads is not None:
         named = [w for item in _items(workloads) for w in _load(item)]
         chosen = named if who is None else [with_persona(w, who) for w in named]
     else:
-        chosen = (stored_workloads(who) or generated_workloads(who)) if who else judge.load_workloads()
+        chosen = (
+            (stored_workloads(who) or generated_workloads(who)) if who else judge.load_workloads()
+        )
     names = [w.name for w in chosen]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"two workloads are called {duplicates[0]!r}", "give each its own name")
@@ -85,12 +108,18 @@ def stored_workloads(persona: Persona) -> list[Workload]:
         folder = persona.folder / WORKLOADS
     else:
         return []
-    return [with_persona(w, persona) for w in judge.load_workloads(folder=folder)] if folder.is_dir() else []
+    return (
+        [with_persona(w, persona) for w in judge.load_workloads(folder=folder)]
+        if folder.is_dir()
+        else []
+    )
 
 
 def generated_workloads(persona: Persona, n: int = N_GENERATED, seed: int = 0) -> list[Workload]:
     """Return workloads made from a persona's tools by the offline teacher's gate templates, the same for the same seed."""
-    return [with_persona(_built(document), persona) for document in gate_documents(persona, n, seed)]
+    return [
+        with_persona(_built(document), persona) for document in gate_documents(persona, n, seed)
+    ]
 
 
 def _built(document: WorkloadFile) -> Workload:
@@ -110,7 +139,9 @@ def personas_of(workloads: Sequence[Workload]) -> list[str]:
     return sorted({w.persona for w in workloads if w.persona and w.system is None})
 
 
-def check_checkpoint(checkpoint: Path, workloads: Sequence[Workload], allow: bool = False) -> str | None:
+def check_checkpoint(
+    checkpoint: Path, workloads: Sequence[Workload], allow: bool = False
+) -> str | None:
     """Check that a checkpoint was made with the system prompts of the workloads that it is about to be judged with.
 
     A checkpoint without a hash (made elsewhere, or without data) is not checked. Returns a sentence where a prompt differs and
@@ -127,7 +158,9 @@ def check_checkpoint(checkpoint: Path, workloads: Sequence[Workload], allow: boo
         f"({prompts[other[0]][:12]})"
     )
     if not allow:
-        raise UsageError(mismatch, "quantize again with current data, or add --allow-prompt-mismatch")
+        raise UsageError(
+            mismatch, "quantize again with current data, or add --allow-prompt-mismatch"
+        )
     return mismatch
 
 
@@ -159,7 +192,12 @@ def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[Workload
     """Yield workloads with about n cases each, made from the persona's tools."""
     tools = [t["function"]["name"] for t in persona.tools]
     if tools:
-        yield _document(persona, "tool_calls", ("tool_call", "tool_arguments"), _cases(n, seed, _call_case, persona))
+        yield _document(
+            persona,
+            "tool_calls",
+            ("tool_call", "tool_arguments"),
+            _cases(n, seed, _call_case, persona),
+        )
         parallel = _cases(max(LEAST, n // TALK_SHARE), seed, _parallel_case, persona)
         if parallel:
             yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
@@ -169,7 +207,9 @@ def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[Workload
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
 
 
-def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]) -> WorkloadFile:
+def _document(
+    persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]
+) -> WorkloadFile:
     return WorkloadFile(
         name=name,
         description=f"{name.replace('_', ' ')} of {persona.name}"
@@ -183,7 +223,10 @@ def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[C
 
 
 def _cases(
-    n: int, seed: int, draw: Callable[[Persona, random.Random, int], CaseFile | None], persona: Persona
+    n: int,
+    seed: int,
+    draw: Callable[[Persona, random.Random, int], CaseFile | None],
+    persona: Persona,
 ) -> list[CaseFile]:
     """Return up to n different cases, fewer where the templates have no more."""
     rng = random.Random(f"{seed}:{draw.__name__}")
@@ -200,7 +243,9 @@ def _cases(
             prompts.add(key)
             cases.append(case)
             repeats = 0
-        elif repeats == MAX_REPEATS:  # of a tool with few prompts, such as one without arguments: the next one's turn
+        elif (
+            repeats == MAX_REPEATS
+        ):  # of a tool with few prompts, such as one without arguments: the next one's turn
             skipped, repeats = skipped + 1, 0
     return cases
 
@@ -211,7 +256,9 @@ def _exchange(persona: Persona, rng: random.Random, index: int, calls: int) -> T
 
 
 def _drawn(persona: Persona, tool: Tool, rng: random.Random, calls: int) -> ToolExchange | None:
-    exchanges = (draw_exchange(persona, tool["function"]["name"], rng, SPLIT) for _ in range(MAX_DRAWS))
+    exchanges = (
+        draw_exchange(persona, tool["function"]["name"], rng, SPLIT) for _ in range(MAX_DRAWS)
+    )
     return next((exchange for exchange in exchanges if len(exchange.calls) == calls), None)
 
 
@@ -224,7 +271,9 @@ def _call_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | N
 
 def expected_call(call: DrawnCall) -> dict[str, object]:
     """Return a case's `expect` for one call. A list is a list of alternatives in `arguments`."""
-    arguments = {key: [value] if isinstance(value, list) else value for key, value in call.arguments.items()}
+    arguments = {
+        key: [value] if isinstance(value, list) else value for key, value in call.arguments.items()
+    }
     return {"tool": call.name, "arguments": arguments}
 
 
@@ -232,16 +281,22 @@ def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile
     exchange = _exchange(persona, rng, index, 2)
     if exchange is None:
         return None
-    return _prompt(exchange.user, {"calls": [{call.name: allowed(call.arguments)} for call in exchange.calls]})
+    return _prompt(
+        exchange.user, {"calls": [{call.name: allowed(call.arguments)} for call in exchange.calls]}
+    )
 
 
 def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
-    results = [{"name": c.name, "arguments": c.arguments, "content": c.result} for c in exchange.calls]
+    results = [
+        {"name": c.name, "arguments": c.arguments, "content": c.result} for c in exchange.calls
+    ]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
-    return CaseFile(id=0, turns=[exchange.user, {"results": results}], expect={"turns": [{}, expected]})
+    return CaseFile(
+        id=0, turns=[exchange.user, {"results": results}], expect={"turns": [{}, expected]}
+    )
 
 
 def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
@@ -253,7 +308,9 @@ def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
 
 
 def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
-    return CaseFile(id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)])
+    return CaseFile(
+        id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)]
+    )
 
 
 def _prompt(text: str, expect: dict[str, object]) -> CaseFile:
@@ -312,7 +369,9 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
             gates=GATES,
             cases=tuple(draw.case(level) for draw in draws),
             context=ContextFile(tokens=level) if axis == "tokens" and level else None,
-            sha256=sha256_text(json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)),
+            sha256=sha256_text(
+                json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)
+            ),
         )
         for level in LEVELS[axis]
     ]
@@ -321,7 +380,9 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
 class _Draw:
     """One case of a ladder: what is the same at all its levels."""
 
-    def __init__(self, persona: Persona, tools: Sequence[Tool], axis: str, index: int, seed: int) -> None:
+    def __init__(
+        self, persona: Persona, tools: Sequence[Tool], axis: str, index: int, seed: int
+    ) -> None:
         rng = random.Random(f"{seed}/{axis}/{index}")
         before = STEPS - 1 if axis == "steps" else HISTORY if axis == "poisoned" else 0
         order = rng.sample(list(tools), len(tools)) if before else tools[index % len(tools) :]
@@ -339,14 +400,27 @@ class _Draw:
         random.Random(f"{self.id}/{level if self.axis == 'tools' else ''}").shuffle(offered)
         calls = [e.calls[0] for e in self.exchanges]
         if self.axis == "steps":
-            results = [{"name": c.name, "arguments": c.arguments, "content": c.result} for c in calls[:-1]]
+            results = [
+                {"name": c.name, "arguments": c.arguments, "content": c.result} for c in calls[:-1]
+            ]
             turns: list[Turn] = [_script(calls, offered), *({"results": [row]} for row in results)]
             return Case(
-                self.id, turns=tuple(turns), expect={"turns": [expected_call(c) for c in calls]}, tools=tuple(offered)
+                self.id,
+                turns=tuple(turns),
+                expect={"turns": [expected_call(c) for c in calls]},
+                tools=tuple(offered),
             )
-        history = [_exchanged(e, number, number >= HISTORY - level) for number, e in enumerate(self.exchanges[:-1])]
-        asked = [*(m for messages in history for m in messages), {"role": "user", "content": self.exchanges[-1].user}]
-        return Case(self.id, messages=tuple(asked), expect=expected_call(calls[-1]), tools=tuple(offered))
+        history = [
+            _exchanged(e, number, number >= HISTORY - level)
+            for number, e in enumerate(self.exchanges[:-1])
+        ]
+        asked = [
+            *(m for messages in history for m in messages),
+            {"role": "user", "content": self.exchanges[-1].user},
+        ]
+        return Case(
+            self.id, messages=tuple(asked), expect=expected_call(calls[-1]), tools=tuple(offered)
+        )
 
 
 def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[ChatMessage]:
@@ -357,17 +431,27 @@ def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[Cha
         text = json.dumps({"name": drawn.name, "arguments": drawn.arguments})[:-2]
         return [user, {"role": "assistant", "content": f"<tool_call>\n{text}"}]
     call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
-    result: ChatMessage = {"role": "tool", "content": drawn.result, "name": drawn.name, "tool_call_id": call["id"]}
+    result: ChatMessage = {
+        "role": "tool",
+        "content": drawn.result,
+        "name": drawn.name,
+        "tool_call_id": call["id"],
+    }
     reply: ChatMessage = {"role": "assistant", "content": exchange.reply}
     return [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, reply]
 
 
 def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:
     """Return the request for a chain of calls."""
-    documents: dict[str, JsonObject] = {tool["function"]["name"]: tool["function"] for tool in tools}
+    documents: dict[str, JsonObject] = {
+        tool["function"]["name"]: tool["function"] for tool in tools
+    }
     lines = [
         f"{number}. {action_of(documents[call.name])}"
         + "".join(f", {name} {value}" for name, value in flattened(call.arguments))
         for number, call in enumerate(calls, 1)
     ]
-    return "Do these steps in this order, with one call each, the next one after each result:\n" + "\n".join(lines)
+    return (
+        "Do these steps in this order, with one call each, the next one after each result:\n"
+        + "\n".join(lines)
+    )

@@ -287,7 +287,9 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def outcomes(self) -> dict[str, dict[str, str]]:
         """Return the outcomes of all members, those of `numerics` first."""
-        return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
+        return {k: v.outcomes for k, v in self.numerics.items()} | {
+            k: v.outcomes for k, v in self.members.items()
+        }
 
     def to_dict(self) -> JsonObject:
         """Return the evaluation as a dict that JSON can hold: None for a figure that is not a number."""
@@ -300,10 +302,14 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
         Raises EnvironmentFault for a file of a newer version, or one that cannot be read.
         """
-        return decode(cls, path, hint="annie-quant eval MODEL_DIR --reference BF16_DIR writes it again")
+        return decode(
+            cls, path, hint="annie-quant eval MODEL_DIR --reference BF16_DIR writes it again"
+        )
 
 
-UPGRADES[Evaluation] = lambda document: None  # older ones have fewer fields, which all have defaults
+UPGRADES[Evaluation] = lambda document: (
+    None
+)  # older ones have fewer fields, which all have defaults
 
 
 class HardenedGate(msgspec.Struct):
@@ -402,4 +408,6 @@ class SearchResult(msgspec.Struct):
     version: str = ""
 
 
-UPGRADES[SearchResult] = lambda document: None  # older ones have fewer fields, which all have defaults
+UPGRADES[SearchResult] = lambda document: (
+    None
+)  # older ones have fewer fields, which all have defaults

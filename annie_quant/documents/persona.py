@@ -124,23 +124,33 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
         text = path.read_text(encoding="utf-8")
         persona = msgspec.json.decode(text, type=Persona)
     except msgspec.ValidationError as error:
-        raise UsageError(f"persona file {path.name}: {error}", f"compare it with {FOLDER / 'annie.json'}") from error
+        raise UsageError(
+            f"persona file {path.name}: {error}", f"compare it with {FOLDER / 'annie.json'}"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"persona file {path} is not JSON: {error}") from error
     for index, tool in enumerate(persona.tools):
         _check_tool(path, index, tool)
     tools = [tool["function"]["name"] for tool in persona.tools]
     categories = _check_categories(path, persona.categories, tools) or default_categories(tools)
-    return msgspec.structs.replace(persona, categories=categories, sha256=sha256_text(text), source=source)
+    return msgspec.structs.replace(
+        persona, categories=categories, sha256=sha256_text(text), source=source
+    )
 
 
 def _check_tool(path: Path, index: int, tool: Tool) -> None:
     import jsonschema
 
     function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         message = f"persona file {path.name}: tools[{index}] is not an OpenAI function tool"
-        raise UsageError(message, '{"type": "function", "function": {"name": ..., "parameters": {...}}}')
+        raise UsageError(
+            message, '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+        )
     try:
         jsonschema.Draft202012Validator.check_schema(function.get("parameters") or {})
     except Exception as error:  # its own type, and those of patterns, types and references
@@ -157,19 +167,29 @@ def default_categories(tools: list[str]) -> tuple[Category, ...]:
         Category("factual", "questions of general knowledge that have one short, certain answer"),
     ]
     for tool in tools:
-        name, about = TOOL_CATEGORIES.get(tool, (tool, f"the user asks for something that only {tool} can do"))
+        name, about = TOOL_CATEGORIES.get(
+            tool, (tool, f"the user asks for something that only {tool} can do")
+        )
         categories.append(Category(name, about, tool))
     about = "a longer conversation in which each turn depends on the turns before"
     return (*categories, Category("multi_turn", about, turns=MULTI_TURN_TURNS))
 
 
-def _check_categories(path: Path, categories: tuple[Category, ...], tools: list[str]) -> tuple[Category, ...]:
+def _check_categories(
+    path: Path, categories: tuple[Category, ...], tools: list[str]
+) -> tuple[Category, ...]:
     names: set[str] = set()
     for index, category in enumerate(categories):
         where = f"persona file {path.name}: categories[{index}]"
         if category.tool is not None and category.tool not in tools:
-            raise UsageError(f"{where}: the persona has no tool {category.tool!r}", f"its tools: {', '.join(tools)}")
+            raise UsageError(
+                f"{where}: the persona has no tool {category.tool!r}",
+                f"its tools: {', '.join(tools)}",
+            )
         if category.name in names:
-            raise UsageError(f"{where}: the name {category.name!r} is used twice", "give each category its own name")
+            raise UsageError(
+                f"{where}: the name {category.name!r} is used twice",
+                "give each category its own name",
+            )
         names.add(category.name)
     return tuple(msgspec.structs.replace(c, about=c.about or c.name) for c in categories)

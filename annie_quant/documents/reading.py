@@ -68,7 +68,12 @@ def decode(
 
 
 def convert(
-    kind: type[T], document: object, where: str = "", *, error: type[AnnieError] = EnvironmentFault, hint: str = ""
+    kind: type[T],
+    document: object,
+    where: str = "",
+    *,
+    error: type[AnnieError] = EnvironmentFault,
+    hint: str = "",
 ) -> T:
     """Return `document`, as JSON decodes it, as a value of `kind`; faults as in `decode`."""
     with _one_line_errors(where, error, hint):
@@ -113,7 +118,9 @@ def with_nan(kind: object, value: object) -> object:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
         hints = get_type_hints(kind)
         names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
-        return value | {key: with_nan(hints[name], value[key]) for name, key in names if key in value}
+        return value | {
+            key: with_nan(hints[name], value[key]) for name, key in names if key in value
+        }
     return value
 
 
@@ -129,7 +136,9 @@ def upgrade(kind: type[object], document: object) -> object:
 
 
 @contextlib.contextmanager
-def _one_line_errors(where: str, error: type[AnnieError], hint: str, source: bytes = b"") -> Iterator[None]:
+def _one_line_errors(
+    where: str, error: type[AnnieError], hint: str, source: bytes = b""
+) -> Iterator[None]:
     prefix = f"{where}: " if where else ""
     try:
         yield
@@ -250,7 +259,9 @@ def salvage_line(kind: type[T], line: bytes) -> T:
 
 
 def _finite_json(text: bytes) -> object:
-    return json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
+    return json.loads(
+        text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number
+    )
 
 
 def _number(text: str) -> int | float | None:
@@ -272,9 +283,15 @@ def _fit(kind: Any, value: object) -> Any:
             return _MISFIT if fit is _MISFIT else msgspec.convert(fit, kind)
         return _MISFIT
     if origin in (Union, types.UnionType):
-        return next((fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT)
+        return next(
+            (fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT
+        )
     if origin is dict and isinstance(value, dict):
-        return {key: fit for key, item in value.items() if (fit := _fit(members[1], item)) is not _MISFIT}
+        return {
+            key: fit
+            for key, item in value.items()
+            if (fit := _fit(members[1], item)) is not _MISFIT
+        }
     if origin is list and isinstance(value, list):
         return [fit for item in value if (fit := _fit(members[0], item)) is not _MISFIT]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
@@ -283,6 +300,10 @@ def _fit(kind: Any, value: object) -> Any:
         fields = {name: _fit(hints[name], value[key]) for name, key in names if key in value}
         try:
             return kind(**{name: fit for name, fit in fields.items() if fit is not _MISFIT})
-        except (TypeError, ValueError, UsageError):  # a required field is missing, or the type's own check fails
+        except (
+            TypeError,
+            ValueError,
+            UsageError,
+        ):  # a required field is missing, or the type's own check fails
             return _MISFIT
     return _MISFIT

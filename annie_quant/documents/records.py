@@ -32,7 +32,9 @@ class Load(msgspec.Struct, frozen=True):
         if self.rate_per_s is None and self.trace_speed is None and self.concurrency < 1:
             raise UsageError(f"concurrency must be 1 or more, got {self.concurrency}")
         if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
-            raise UsageError(f"an arrival rate must be more than 0 per second, got {self.rate_per_s}")
+            raise UsageError(
+                f"an arrival rate must be more than 0 per second, got {self.rate_per_s}"
+            )
 
     @property
     def label(self) -> str:
@@ -75,12 +77,22 @@ class RequestLoad(msgspec.Struct, kw_only=True):
     """How a request reached the server, and the state of the client's machine after it."""
 
     concurrency: Count = 1  # requests in flight; 0 in an open loop
-    rate_per_s: Annotated[float, Meta(ge=0)] | None = None  # mean arrivals per second of an open loop
-    trace_speed: Annotated[float, Meta(ge=0)] | None = None  # how many times as fast a trace's requests arrive
-    arrival_s: float | None = None  # planned start of an open loop's request, or of one that waits, in seconds
+    rate_per_s: Annotated[float, Meta(ge=0)] | None = (
+        None  # mean arrivals per second of an open loop
+    )
+    trace_speed: Annotated[float, Meta(ge=0)] | None = (
+        None  # how many times as fast a trace's requests arrive
+    )
+    arrival_s: float | None = (
+        None  # planned start of an open loop's request, or of one that waits, in seconds
+    )
     endpoint: str = "chat"  # the API that was used (bench/endpoints.py)
-    depth: int | None = None  # prompt tokens that the workload aims at; `prompt_tokens` has how many there were
-    prefix: Literal["hit", "miss"] | None = None  # whether its beginning should be in the prefix cache
+    depth: int | None = (
+        None  # prompt tokens that the workload aims at; `prompt_tokens` has how many there were
+    )
+    prefix: Literal["hit", "miss"] | None = (
+        None  # whether its beginning should be in the prefix cache
+    )
     n_tools: int = 0  # tools on offer
     started_at: str | float | None = None  # ISO 8601, UTC
     load_per_core: float | None = None  # load average of the last minute per core
@@ -124,13 +136,23 @@ class RequestTokens(msgspec.Struct, kw_only=True):
     """Counts of tokens."""
 
     usage: dict[str, Any] | None = None  # as the server sent it
-    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None  # reasoning included
+    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = (
+        None  # reasoning included
+    )
     tokens_estimated: bool = False  # counted from events, because the server reported no count
     token_events: Count | None = None  # events with text, reasoning or a tool call
-    tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = None  # the server's count over these events
-    event_tokens: list[Count] = []  # tokens of each such event but the first, where each has the server's count
-    cached_tokens: Count | None = None  # prompt tokens from the server's prefix cache; None: it does not report them
-    drafted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None  # by a speculative decoder for this request
+    tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = (
+        None  # the server's count over these events
+    )
+    event_tokens: list[
+        Count
+    ] = []  # tokens of each such event but the first, where each has the server's count
+    cached_tokens: Count | None = (
+        None  # prompt tokens from the server's prefix cache; None: it does not report them
+    )
+    drafted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = (
+        None  # by a speculative decoder for this request
+    )
     accepted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None  # of those
     # "timings": llama.cpp's, of this request. "metrics": vLLM's counters over the requests that were sent together, split by
     # their completion tokens.
@@ -166,7 +188,9 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     e2e_ms: Milliseconds | None = None  # end of the answer
     tpot_ms: Milliseconds | None = None  # (last - first token) / (completion_tokens - 1)
     itl_ms: list[Milliseconds] = []  # gaps between events with tokens
-    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None  # tokens per second after the first
+    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = (
+        None  # tokens per second after the first
+    )
     merged_reads: int = 0  # network reads with more than one event that has tokens
     server_timings: dict[str, Any] | None = None  # llama.cpp's own account
     clock: str | None = None  # "kernel" or "user": where the stamps are from
@@ -224,7 +248,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     model: str | None = None  # the name that the request asked for
     stream: str = ""  # folder of the raw frames
     request_sha256: str = ""  # of the request's body
-    prompt_sha256: str = ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
+    prompt_sha256: str = (
+        ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
+    )
     load: RequestLoad = msgspec.field(default_factory=RequestLoad)
     answer: RecordedAnswer = msgspec.field(default_factory=RecordedAnswer)
     tokens: RequestTokens = msgspec.field(default_factory=RequestTokens)

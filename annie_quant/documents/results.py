@@ -53,7 +53,9 @@ class Identity(msgspec.Struct, kw_only=True):
     models_sha256: Digest | None = None
     model_meta: ModelMeta = field(default_factory=ModelMeta)
     chat_template_sha256: Digest | None = None
-    sampling_defaults: Annotated[dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)] = {}
+    sampling_defaults: Annotated[
+        dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)
+    ] = {}
     max_model_len: int | float | None = None
     format: ShortText | None = None
     meta: Annotated[dict[ShortText, JsonScalar], Meta(max_length=100)] = {}
@@ -111,24 +113,47 @@ class MemoryBytes(msgspec.Struct, kw_only=True):
     @property
     def highest(self) -> int | None:
         """The highest figure that was measured, at any level; None without one."""
-        return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
+        return max(
+            (level for level in (self.idle, self.one, self.five, self.peak) if level), default=None
+        )
 
 
 def limited_identity(fields: Mapping[str, Any]) -> Identity:
     """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
     limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
-    names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256", "format")
-    texts = {name: fields[name][: limits.get(name, 200)] for name in names if isinstance(fields.get(name), str)}
+    names = (
+        "name",
+        "url",
+        "model",
+        "runtime",
+        "version",
+        "models_sha256",
+        "chat_template_sha256",
+        "format",
+    )
+    texts = {
+        name: fields[name][: limits.get(name, 200)]
+        for name in names
+        if isinstance(fields.get(name), str)
+    }
     sizes, caveats = _entries(fields.get("model_meta")), fields.get("caveats")
-    known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))}
+    known = {
+        name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))
+    }
     length = limited(fields.get("max_model_len"))
     return Identity(
         **{"name": ""} | texts,
         model_meta=ModelMeta(**known),
         sampling_defaults=_entries(fields.get("sampling_defaults")),
         max_model_len=length if _is_number(length) else None,
-        meta={key: value for key, value in _entries(fields.get("meta")).items() if not isinstance(value, list)},
-        caveats=[printable(str(text), 200) for text in caveats[:20]] if isinstance(caveats, list) else [],
+        meta={
+            key: value
+            for key, value in _entries(fields.get("meta")).items()
+            if not isinstance(value, list)
+        },
+        caveats=[printable(str(text), 200) for text in caveats[:20]]
+        if isinstance(caveats, list)
+        else [],
     )
 
 
@@ -181,7 +206,9 @@ class Roles(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        return [name for name in (self.candidate, self.reference, self.incumbent) if name is not None]
+        return [
+            name for name in (self.candidate, self.reference, self.incumbent) if name is not None
+        ]
 
 
 class ServedSide(msgspec.Struct, kw_only=True):

@@ -15,7 +15,14 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.prompts import ContextFile
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
 from annie_quant.documents.records import Load
-from annie_quant.documents.results import Aggregates, Identity, MemoryLevels, Roles, Verdict, limited_identity
+from annie_quant.documents.results import (
+    Aggregates,
+    Identity,
+    MemoryLevels,
+    Roles,
+    Verdict,
+    limited_identity,
+)
 
 
 class BackendSettings(msgspec.Struct, kw_only=True):
@@ -78,7 +85,15 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     sustained: bool = False
 
     # These may differ between a run and its continuation.
-    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early", "noise_share", "sustained", "roles")
+    NOT_COMPARED = (
+        "timeout_s",
+        "with_memory",
+        "budget_s",
+        "stop_early",
+        "noise_share",
+        "sustained",
+        "roles",
+    )
 
     def differences(self, other: BenchConfig) -> list[str]:
         """Return the names of the settings that differ from `other` and that determine the requests."""
@@ -88,7 +103,9 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     @property
     def greedy(self) -> frozenset[str]:
         """The workloads that are asked without sampling, so that each repeat should have the same answer."""
-        return frozenset(name for name, workload in self.workloads.items() if not workload.temperature)
+        return frozenset(
+            name for name, workload in self.workloads.items() if not workload.temperature
+        )
 
     @property
     def with_thinking(self) -> frozenset[str]:
@@ -208,7 +225,11 @@ def _upgrade(document: JsonObject) -> None:
     for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
         for side in _mappings(sides):
             side.update(
-                {key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}}
+                {
+                    key: None
+                    for key in ("kl", "kl_conversations", "kl_text")
+                    if side.get(key) == {"n_tokens": 0}
+                }
             )
     identities = document.get("backends")
     if isinstance(identities, dict):
@@ -221,7 +242,11 @@ def _upgrade(document: JsonObject) -> None:
 
 
 def _mappings(value: object) -> list[JsonObject]:
-    return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
+    return (
+        [item for item in value.values() if isinstance(item, dict)]
+        if isinstance(value, dict)
+        else []
+    )
 
 
 UPGRADES |= {Bench: _upgrade, Run: _upgrade}

@@ -9,7 +9,9 @@ import msgspec
 from annie_quant.documents.reading import Count, Share
 
 Outcome = Literal["pass", "fail", "undecided"]
-GateVerdict = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic
+GateVerdict = Literal[
+    "keeps", "loses", "undecided"
+]  # of one gate, or of all gates under one arithmetic
 Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several arithmetics
 
 
@@ -51,7 +53,9 @@ class PairedGate(PairedCounts):
 
     def __post_init__(self) -> None:
         if self.lost + self.won > self.n or (self.passed or 0) > self.n:
-            raise ValueError(f"of {self.n} prompts {self.lost} are lost, {self.won} won and {self.passed} passed")
+            raise ValueError(
+                f"of {self.n} prompts {self.lost} are lost, {self.won} won and {self.passed} passed"
+            )
 
 
 class PooledGates(PairedCounts, kw_only=True):

@@ -20,7 +20,11 @@ from annie_quant.core.native import load
 if TYPE_CHECKING:
     import torch
 
-CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
+CODES = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 2,
+}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 
 
@@ -44,7 +48,9 @@ def need_device() -> None:
     try:
         count = module.device_count()
     except module.CudaError as error:
-        raise EnvironmentFault(f"no CUDA GPU can be used here: {error.args[0]}", "nvidia-smi") from error
+        raise EnvironmentFault(
+            f"no CUDA GPU can be used here: {error.args[0]}", "nvidia-smi"
+        ) from error
     if count == 0:
         raise EnvironmentFault("no CUDA GPU can be used here: the driver lists none", "nvidia-smi")
 
@@ -94,18 +100,30 @@ def view(array: object, name: str) -> View:
         return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
     if isinstance(array, np.ndarray):
         raise UsageError(
-            f"{name} is in host memory (a NumPy array); a CUDA array is expected", "copy it to the GPU first"
+            f"{name} is in host memory (a NumPy array); a CUDA array is expected",
+            "copy it to the GPU first",
         )
     torch = sys.modules.get("torch")  # a tensor of torch was made by a torch that is imported
     if torch is not None and isinstance(array, torch.Tensor):
         if not array.is_cuda:
-            raise UsageError(f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")')
+            raise UsageError(
+                f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")'
+            )
         dtype = str(array.dtype).rsplit(".", 1)[-1]
-        result = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
+        result = View(
+            array.data_ptr(),
+            tuple(array.shape),
+            tuple(array.stride()),
+            dtype,
+            array.device.index,
+            array,
+        )
     elif isinstance(array, View):
         result = array
     else:
-        raise UsageError(f"{name} is a {type(array).__name__}; a tensor of torch or a DeviceArray is expected")
+        raise UsageError(
+            f"{name} is a {type(array).__name__}; a tensor of torch or a DeviceArray is expected"
+        )
     if result.dtype not in SIZES:
         raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
     return result
@@ -165,7 +183,9 @@ class DeviceArray:
         with CurrentDevice(device):
             self.ptr = module.malloc(max(self.nbytes, 16))
         self._finalizer = weakref.finalize(self, module.free, self.ptr)
-        self._finalizer.atexit = False  # at exit the driver may be unloaded already, and it frees everything itself
+        self._finalizer.atexit = (
+            False  # at exit the driver may be unloaded already, and it frees everything itself
+        )
         self.device = module.pointer_device(self.ptr)
 
     def fill(self, byte: int) -> DeviceArray:
@@ -197,7 +217,9 @@ def to_device(array: np.ndarray, device: int | None = None) -> DeviceArray:
     """Copy a NumPy array (float32, float16, bfloat16, uint8, float8_e4m3fn) to the GPU."""
     array = np.ascontiguousarray(array)
     if array.dtype.name not in SIZES:
-        raise UsageError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(SIZES)}")
+        raise UsageError(
+            f"dtype {array.dtype.name} is not supported; expected one of {', '.join(SIZES)}"
+        )
     out = DeviceArray(array.shape, array.dtype.name, device)
     with CurrentDevice(out.device):
         native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)

@@ -37,7 +37,9 @@ OUT_SCHEMA = (
     "int top_k, int tile_tokens) -> ()"
 )
 WHERE_POSSIBLE = -1  # programmatic dependence on the kernel before
-BLOCK_ROWS = 256  # rows whose repacked bytes are contiguous (kBlockTiles in csrc/gemm/fragments.cuh)
+BLOCK_ROWS = (
+    256  # rows whose repacked bytes are contiguous (kBlockTiles in csrc/gemm/fragments.cuh)
+)
 
 
 class PreparedExperts(NamedTuple):
@@ -61,17 +63,25 @@ class Alignment(NamedTuple):
     padded: Tensor
 
 
-def prepare_experts(codes: Tensor, block_scale: Tensor, tensor_scales: Tensor | Sequence[float]) -> PreparedExperts:
+def prepare_experts(
+    codes: Tensor, block_scale: Tensor, tensor_scales: Tensor | Sequence[float]
+) -> PreparedExperts:
     """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
     torch = need("torch", "quantize")
     scales = torch.as_tensor(tensor_scales, dtype=torch.float32).to(codes.device)
     if not bool(((scales > 0) & scales.isfinite()).all()):
-        raise UsageError("a tensor scale of an expert is not a positive number", "annie-quant audit DIR")
+        raise UsageError(
+            "a tensor scale of an expert is not a positive number", "annie-quant audit DIR"
+        )
     experts, n = codes.shape[:2]
     if n % BLOCK_ROWS == 0:  # the experts' bytes follow each other, as rows of one weight
-        packed = torch_op.prepare(codes.flatten(0, 1), block_scale.flatten(0, 1), 1.0).packed.view(experts, -1)
+        packed = torch_op.prepare(codes.flatten(0, 1), block_scale.flatten(0, 1), 1.0).packed.view(
+            experts, -1
+        )
     else:
-        packed = torch.stack([torch_op.prepare(c, s, 1.0).packed for c, s in zip(codes, block_scale, strict=True)])
+        packed = torch.stack(
+            [torch_op.prepare(c, s, 1.0).packed for c, s in zip(codes, block_scale, strict=True)]
+        )
     return PreparedExperts(packed, scales, n)
 
 
@@ -87,7 +97,11 @@ def align(top_k_index: Tensor, experts: int, tile_tokens: int) -> Alignment:
     order = chosen.argsort(stable=True)
     of_pair = chosen[order]
     first = counts.cumsum(0) - counts
-    place = (ends - tiles)[of_pair] * tile_tokens + torch.arange(pairs, device=chosen.device) - first[of_pair]
+    place = (
+        (ends - tiles)[of_pair] * tile_tokens
+        + torch.arange(pairs, device=chosen.device)
+        - first[of_pair]
+    )
     most = min(pairs, experts) + pairs // tile_tokens
     sorted_pairs = torch.full((most * tile_tokens,), pairs, dtype=torch.int32, device=chosen.device)
     sorted_pairs[place] = order.int()
@@ -96,7 +110,9 @@ def align(top_k_index: Tensor, experts: int, tile_tokens: int) -> Alignment:
 
 
 @functools.lru_cache(8192)
-def plan(device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int, tile_tokens: int = 0) -> GroupedPlan:
+def plan(
+    device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int, tile_tokens: int = 0
+) -> GroupedPlan:
     """Return the launch plan for tiles of this number of tokens, 0 for the best. UsageError: no kernel fits the shape."""
     module = native()
     try:
@@ -105,11 +121,14 @@ def plan(device: int | None, pairs: int, experts: int, top_k: int, n: int, k: in
     except module.CudaError as error:
         tiles = f", tiles of {tile_tokens} tokens" if tile_tokens else ""
         raise UsageError(
-            f"grouped W4A16 of {pairs} pairs, {experts} experts, N={n}, K={k}{tiles}: {error.args[0]}", "plan_tokens"
+            f"grouped W4A16 of {pairs} pairs, {experts} experts, N={n}, K={k}{tiles}: {error.args[0]}",
+            "plan_tokens",
         ) from error
 
 
-def plan_tokens(pairs: int, experts: int, top_k: int, n: int, k: int, device: int | None = None) -> int:
+def plan_tokens(
+    pairs: int, experts: int, top_k: int, n: int, k: int, device: int | None = None
+) -> int:
     """Return the tokens per tile that suit a product, for `align` and the operator: 8, 16, 32, 64 or 128."""
     return plan(device, pairs, experts, top_k, n, k).tile_tokens
 
@@ -125,7 +144,9 @@ def product(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[
     return out
 
 
-def write(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, *routing: Unpack[Routing]) -> None:
+def write(
+    out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, *routing: Unpack[Routing]
+) -> None:
     """Write the products of pairs that a tile has into their rows of `out`, contiguous [rows of x * top_k, n] in x's dtype."""
     import torch
 
@@ -146,10 +167,22 @@ def write(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, *routing: Unpa
     best = plan(device, pairs, experts, top_k, n, k, tile_tokens)  # the caller's alignment decides
     with CurrentDevice(None if torch._C._cuda_getDevice() == device else device):
         native().grouped(
-            x.data_ptr(), x.stride(0), packed.data_ptr(), packed.numel(), scales.data_ptr(), sorted_pairs.data_ptr(),
-            tile_experts.data_ptr(), padded.data_ptr(), tiles, out.data_ptr(), (pairs, experts, top_k, n, k), kind,
-            tuple(best), WHERE_POSSIBLE, torch._C._cuda_getCurrentRawStream(device),
-        )  # fmt: skip
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            packed.numel(),
+            scales.data_ptr(),
+            sorted_pairs.data_ptr(),
+            tile_experts.data_ptr(),
+            padded.data_ptr(),
+            tiles,
+            out.data_ptr(),
+            (pairs, experts, top_k, n, k),
+            kind,
+            tuple(best),
+            WHERE_POSSIBLE,
+            torch._C._cuda_getCurrentRawStream(device),
+        )
 
 
 def check_operands(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, top_k: int) -> None:
@@ -163,14 +196,27 @@ def check_operands(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, top_k
         )
     torch_op.check_operand("packed", packed, torch.uint8, x.device)
     torch_op.check_operand("scales", scales, torch.float32, x.device, packed.shape[0], align=4)
-    torch_op.check_operand("out", out, x.dtype, x.device, x.shape[0] * top_k * out.shape[1], align=4)
-    start, last = x.data_ptr(), sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    if start < out.data_ptr() + out.nbytes and out.data_ptr() < start + (last + 1) * x.element_size() and x.numel():
+    torch_op.check_operand(
+        "out", out, x.dtype, x.device, x.shape[0] * top_k * out.shape[1], align=4
+    )
+    start, last = (
+        x.data_ptr(),
+        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)),
+    )
+    if (
+        start < out.data_ptr() + out.nbytes
+        and out.data_ptr() < start + (last + 1) * x.element_size()
+        and x.numel()
+    ):
         raise UsageError("out and x overlap in memory", "torch.empty_like(out)")
 
 
 def check_alignment(
-    sorted_pairs: Tensor, tile_experts: Tensor, padded: Tensor, tile_tokens: int, device: torch.device
+    sorted_pairs: Tensor,
+    tile_experts: Tensor,
+    padded: Tensor,
+    tile_tokens: int,
+    device: torch.device,
 ) -> None:
     """Raise UsageError for arrays that the kernel would read beyond their ends or take for others."""
     import torch

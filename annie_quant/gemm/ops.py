@@ -39,7 +39,8 @@ def _positive(value: float, name: str) -> float:
         result = float(np.float32(value))  # what the kernels get
     if not (math.isfinite(result) and result > 0):
         raise UsageError(
-            f"{name} is {value}; a finite positive float32 number is expected", "annie-quant audit DIR --repair"
+            f"{name} is {value}; a finite positive float32 number is expected",
+            "annie-quant audit DIR --repair",
         )
     return result
 
@@ -47,7 +48,10 @@ def _positive(value: float, name: str) -> float:
 def _same_device(views: dict[str, View]) -> int:
     devices = {name: v.device for name, v in views.items()}
     if len(set(devices.values())) > 1:
-        raise UsageError("the arrays are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+        raise UsageError(
+            "the arrays are on different devices: "
+            + ", ".join(f"{n} on {d}" for n, d in devices.items())
+        )
     return next(iter(devices.values()))
 
 
@@ -60,31 +64,46 @@ def _disjoint(written: dict[str, View], read: dict[str, View]) -> None:
 
 
 def _matrix(
-    array: CudaArray, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, int | None], align: int = 16
+    array: CudaArray,
+    name: str,
+    dtypes: tuple[str, ...],
+    shape: tuple[int | None, int | None],
+    align: int = 16,
 ) -> View:
     v = view(array, name)
     if v.dtype not in dtypes:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {' or '.join(dtypes)}")
-    if len(v.shape) != 2 or any(w is not None and w != s for w, s in zip(shape, v.shape, strict=True)):
+    if len(v.shape) != 2 or any(
+        w is not None and w != s for w, s in zip(shape, v.shape, strict=True)
+    ):
         expected = ", ".join("any" if s is None else str(s) for s in shape)
         raise UsageError(f"{name} has shape {list(v.shape)}; expected [{expected}]")
     if v.ptr % align:
-        raise UsageError(f"{name} starts at an address that is not a multiple of {align} bytes", f"{name}.clone()")
+        raise UsageError(
+            f"{name} starts at an address that is not a multiple of {align} bytes",
+            f"{name}.clone()",
+        )
     return v
 
 
-def _codes_and_scales(codes: CudaArray, block_scale: CudaArray, name: str) -> tuple[View, View, int, int]:
+def _codes_and_scales(
+    codes: CudaArray, block_scale: CudaArray, name: str
+) -> tuple[View, View, int, int]:
     c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
     n, k = c.shape[0], c.shape[1] * 2
     if k == 0 or n == 0 or k % GROUP:
-        raise UsageError(f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}")
+        raise UsageError(
+            f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}"
+        )
     s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4)
     return _contiguous(c, f"{name}codes"), _contiguous(s, f"{name}block_scale"), n, k
 
 
 def _contiguous(v: View, name: str) -> View:
     if not v.contiguous:
-        raise UsageError(f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()")
+        raise UsageError(
+            f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()"
+        )
     return v
 
 
@@ -121,14 +140,17 @@ class Weight:
         self.packed = DeviceArray((size,), "uint8", self.device) if memory is None else memory
         to = view(self.packed, "memory")
         if (to.dtype, to.shape, to.device, to.ptr % 16) != ("uint8", (size,), self.device, 0):
-            raise UsageError(f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes")
+            raise UsageError(
+                f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes"
+            )
         _disjoint({"memory": to}, {"codes": c, "block_scale": s})
         with CurrentDevice(self.device):
             bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULTS[fault], on)
         if bad is not None:
             row, block = divmod(bad[1], self.k // GROUP)
             raise UsageError(
-                f"block_scale is NaN or negative at row {row}, block {block}", "annie-quant audit DIR --repair"
+                f"block_scale is NaN or negative at row {row}, block {block}",
+                "annie-quant audit DIR --repair",
             )
         self._plans: dict[tuple[int, str], Plan] = {}
 
@@ -141,7 +163,9 @@ class Weight:
                 with CurrentDevice(self.device):
                     name, fields = module.plan(m, self.n, self.k, path)
             except module.CudaError as error:
-                raise UsageError(f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}") from error
+                raise UsageError(
+                    f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}"
+                ) from error
             self._plans[key] = TYPES[name](*fields)
         return self._plans[key]
 
@@ -156,7 +180,9 @@ class Weight:
 
 
 def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoReturn:
-    raise UsageError(f"plan {plan} for M={m}, N={weight.n}, K={weight.k}: {problem}", "Weight.plan(m)") from problem
+    raise UsageError(
+        f"plan {plan} for M={m}, N={weight.n}, K={weight.k}: {problem}", "Weight.plan(m)"
+    ) from problem
 
 
 def w4a16(
@@ -190,7 +216,8 @@ def w4a16(
         raise UsageError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
     if xv.strides[1] != 1 or (m > 1 and (xv.strides[0] % 8 or xv.strides[0] < weight.k)):
         raise UsageError(
-            f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart", "x.contiguous()"
+            f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart",
+            "x.contiguous()",
         )
     result = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
     ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, weight.n), 4), "out")
@@ -211,9 +238,23 @@ def w4a16(
     try:
         with CurrentDevice(device):
             module.w4a16(
-                xv.ptr, xv.strides[0] if m > 1 else weight.k, packed.ptr, weight.tensor_scale, ov.ptr, memory, size, m, weight.n,
-                weight.k, CODES[xv.dtype], CODES[ov.dtype], path_of(plan), tuple(plan), int(pdl), on,
-            )  # fmt: skip
+                xv.ptr,
+                xv.strides[0] if m > 1 else weight.k,
+                packed.ptr,
+                weight.tensor_scale,
+                ov.ptr,
+                memory,
+                size,
+                m,
+                weight.n,
+                weight.k,
+                CODES[xv.dtype],
+                CODES[ov.dtype],
+                path_of(plan),
+                tuple(plan),
+                int(pdl),
+                on,
+            )
     except module.CudaError as error:
         if error.args[1] == _BAD_PLAN:
             weight.workspace_bytes(m, plan)  # raises with what is wrong
@@ -225,7 +266,9 @@ def w4a16(
 def _workspace(workspace: CudaArray) -> View:
     v = view(workspace, "workspace")
     if v.dtype != "uint8" or not v.contiguous or v.ptr % 16:
-        raise UsageError(f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory")
+        raise UsageError(
+            f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory"
+        )
     return v
 
 
@@ -258,7 +301,9 @@ def w4a4(
     w, sw, n, kw = _codes_and_scales(w_codes, w_scale, "w_")
     if k != kw:
         raise UsageError(f"a_codes has K = {k} and w_codes has K = {kw}; they must be equal")
-    alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
+    alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(
+        w_tensor_scale, "w_tensor_scale"
+    )
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
     result = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
@@ -269,7 +314,21 @@ def w4a4(
     module, out_type = native(), CODES[ov.dtype]
     try:
         with CurrentDevice(device):
-            module.w4a4(a.ptr, sa.ptr, w.ptr, sw.ptr, alpha, ov.ptr, m, n, k, out_type, MODES[mode], FAULTS[fault], on)
+            module.w4a4(
+                a.ptr,
+                sa.ptr,
+                w.ptr,
+                sw.ptr,
+                alpha,
+                ov.ptr,
+                m,
+                n,
+                k,
+                out_type,
+                MODES[mode],
+                FAULTS[fault],
+                on,
+            )
     except module.CudaError as error:
         if error.args[1] == _NO_NATIVE:
             raise EnvironmentFault(error.args[0], 'mode="emulated"') from error
@@ -283,9 +342,13 @@ def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
     if v.dtype not in CODES:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {', '.join(CODES)}")
     if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
-        raise UsageError(f"{name} has shape {list(v.shape)}; the last dimension must be a positive multiple of {GROUP}")
+        raise UsageError(
+            f"{name} has shape {list(v.shape)}; the last dimension must be a positive multiple of {GROUP}"
+        )
     if not v.contiguous or v.ptr % 16:
-        raise UsageError(f"{name} must be contiguous and start at a multiple of 16 bytes", f"{name}.contiguous()")
+        raise UsageError(
+            f"{name} must be contiguous and start at a multiple of 16 bytes", f"{name}.contiguous()"
+        )
     return v, math.prod(v.shape) // GROUP
 
 

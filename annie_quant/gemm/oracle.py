@@ -45,7 +45,9 @@ def e4m3(scales: np.ndarray) -> np.ndarray:
 
 def dequantize(codes: np.ndarray, block_scale: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray:
     """Return e2m1 * e4m3 * tensor_scale as float64 [N, K], which is exact."""
-    return e2m1(codes) * np.repeat(e4m3(block_scale), GROUP, axis=-1) * float(np.float32(tensor_scale))
+    return (
+        e2m1(codes) * np.repeat(e4m3(block_scale), GROUP, axis=-1) * float(np.float32(tensor_scale))
+    )
 
 
 def linear(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +78,9 @@ def worst(result: np.ndarray, exact: np.ndarray, limit: np.ndarray) -> float:
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return (codes uint8 [n, k/2], scales uint8 [n, k/16]) with all codes and a wide range of scales."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(0x20, 0x50, (n, k // GROUP), dtype=np.uint8)
+    return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(
+        0x20, 0x50, (n, k // GROUP), dtype=np.uint8
+    )
 
 
 # ---- the W4A16 operators on this device
@@ -86,7 +90,14 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 Align = Callable[["Tensor", int], "tuple[Tensor, Tensor, Tensor]"]
 
-TOKENS = (1, 3, 9, 17, 64, 150)  # each kernel and each of its tile sizes for few tokens, and sizes between them
+TOKENS = (
+    1,
+    3,
+    9,
+    17,
+    64,
+    150,
+)  # each kernel and each of its tile sizes for few tokens, and sizes between them
 EXPERT_TOKENS = (1, 19, 150)  # pairs of a mixture: few per expert
 PER_EXPERT = (8, 30)  # and several: each of the few-token kernel's tile sizes
 SPAN = 1 << 23  # weights that are dequantized at a time
@@ -103,17 +114,23 @@ def dequantize_in_torch(codes: Tensor, block_scale: Tensor, tensor_scale: float)
     return table[nibbles.int()] * scales.repeat_interleave(GROUP, 1)
 
 
-def ratio_to_bound(result: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype) -> float:
+def ratio_to_bound(
+    result: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype
+) -> float:
     """Return the largest |result - exact| in units of what float32 sums of K products and one rounding to dtype allow."""
     import torch
 
     limit = (k + 8) * 2.0**-23 * magnitude
     largest = (exact.abs() + limit).clamp_min(2.0**-100)
     limit = limit + torch.exp2(torch.floor(torch.log2(largest)) - MANTISSA[str(dtype)])
-    return float(torch.nan_to_num((result.double() - exact).abs() / limit, nan=float("inf")).max().item())
+    return float(
+        torch.nan_to_num((result.double() - exact).abs() / limit, nan=float("inf")).max().item()
+    )
 
 
-def worst_error(weight: Prepared, codes: Tensor, block_scale: Tensor, tensor_scale: float, dtype: torch.dtype) -> float:
+def worst_error(
+    weight: Prepared, codes: Tensor, block_scale: Tensor, tensor_scale: float, dtype: torch.dtype
+) -> float:
     """Return the largest error of torch.ops.annie_quant.nvfp4_linear in units of its bound: above 1 it is wrong.
 
     weight: codes, block_scale and tensor_scale, repacked; dtype: of x, torch.bfloat16 or torch.float16
@@ -133,7 +150,11 @@ def worst_error(weight: Prepared, codes: Tensor, block_scale: Tensor, tensor_sca
         w = dequantize_in_torch(codes[span], block_scale[span], tensor_scale)
         exact, magnitude = inputs @ w.t(), sizes @ w.abs().t()
         worst = max(
-            worst, *(ratio_to_bound(r[:, span], exact[:m], magnitude[:m], k, dtype) for m, r in results.items())
+            worst,
+            *(
+                ratio_to_bound(r[:, span], exact[:m], magnitude[:m], k, dtype)
+                for m, r in results.items()
+            ),
         )
     return worst
 
@@ -164,16 +185,22 @@ def worst_experts_error(
     for tokens in (*EXPERT_TOKENS, *(mean * experts for mean in PER_EXPERT)):
         rows = -(-tokens // top_k) if top_k > 1 else tokens
         x = torch.randn(rows, k, generator=generator, device=device).to(dtype)
-        chosen = torch.rand(rows, experts, generator=generator, device=device).topk(top_k).indices.int()
+        chosen = (
+            torch.rand(rows, experts, generator=generator, device=device).topk(top_k).indices.int()
+        )
         out = torch.full((rows * top_k, n), float("nan"), dtype=dtype, device=device)
         tile = grouped.plan_tokens(rows * top_k, experts, top_k, n, k, device.index)
-        torch.ops.annie_quant.nvfp4_experts_out(out, x, *weights[:2], *align(chosen, tile), top_k, tile)
+        torch.ops.annie_quant.nvfp4_experts_out(
+            out, x, *weights[:2], *align(chosen, tile), top_k, tile
+        )
         runs.append((x.double().repeat_interleave(top_k, 0), chosen.flatten(), out))
     worst = 0.0
     for expert in range(experts):
         mine = [(x[of == expert], out[of == expert]) for x, of, out in runs]
         x, out = (torch.cat(part) for part in zip(*mine, strict=True))
         if len(x):
-            w = dequantize_in_torch(codes[expert], block_scale[expert], float(tensor_scales[expert]))
+            w = dequantize_in_torch(
+                codes[expert], block_scale[expert], float(tensor_scales[expert])
+            )
             worst = max(worst, ratio_to_bound(out, x @ w.t(), x.abs() @ w.abs().t(), k, dtype))
     return worst

@@ -80,4 +80,6 @@ def path_of(plan: Plan) -> str:
     for name, kind in TYPES.items():
         if isinstance(plan, kind):
             return name
-    raise TypeError(f"plan is a {type(plan).__name__}; expected {', '.join(kind.__name__ for kind in TYPES.values())}")
+    raise TypeError(
+        f"plan is a {type(plan).__name__}; expected {', '.join(kind.__name__ for kind in TYPES.values())}"
+    )

@@ -46,7 +46,9 @@ SWITCHES = {  # the server's option that selects a backend
     "flashinfer mm_fp4 cudnn": "--linear-backend flashinfer_cudnn",
     "flashinfer mm_fp4 trtllm": "--linear-backend flashinfer_trtllm",
 }
-SLACK = 4.0  # factor on the bound of our own kernels: one more rounding of scales or of alpha in bf16
+SLACK = (
+    4.0  # factor on the bound of our own kernels: one more rounding of scales or of alpha in bf16
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class GemmCase:
 
     def exact(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the float64 product and the product of the magnitudes."""
-        left, right = oracle.dequantize(self.a, self.a_scale), oracle.dequantize(self.w, self.w_scale)
+        left, right = (
+            oracle.dequantize(self.a, self.a_scale),
+            oracle.dequantize(self.w, self.w_scale),
+        )
         exact, magnitude = oracle.linear(left, right)
         return exact * self.alpha, magnitude * self.alpha
 
@@ -112,10 +117,19 @@ class GemmCase:
 def cases() -> list[GemmCase]:
     """Return cases of random data (uniform weights would hide a swapped fragment): small, large, padded, one token."""
     result = []
-    for m, n, k in ((1, 256, 256), (16, 256, 512), (33, 384, 768), (128, 128, 1024), (150, 128, 128), (128, 128, 192)):
+    for m, n, k in (
+        (1, 256, 256),
+        (16, 256, 512),
+        (33, 384, 768),
+        (128, 128, 1024),
+        (150, 128, 128),
+        (128, 128, 192),
+    ):
         a, sa = oracle.random_weight(m, k, m + 1)
         w, sw = oracle.random_weight(n, k, n + k)
-        result.append(GemmCase(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1))))
+        result.append(
+            GemmCase(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1)))
+        )
     return result
 
 
@@ -136,13 +150,25 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
             worst = oracle.worst(result, exact, limit)
             rows.append(CaseResult(case.name, worst <= 1, worst))
             if worst > 1:
-                verdict, cause, remedy = "wrong", known_failures.WRONG_RESULT.cause, known_failures.WRONG_RESULT.fix
+                verdict, cause, remedy = (
+                    "wrong",
+                    known_failures.WRONG_RESULT.cause,
+                    known_failures.WRONG_RESULT.fix,
+                )
         except Exception as error:
-            rows.append(CaseResult(case.name, False, error=f"{type(error).__name__}: {error}"[:300]))
+            rows.append(
+                CaseResult(case.name, False, error=f"{type(error).__name__}: {error}"[:300])
+            )
             if verdict == "right":
                 known = known_failures.find_failure(str(error))
-                verdict, cause, remedy = "failed", known.cause if known else "", known.fix if known else ""
-    return BackendResult(name, verdict, cause, remedy, rows, max((r.worst or 0.0 for r in rows), default=0.0))
+                verdict, cause, remedy = (
+                    "failed",
+                    known.cause if known else "",
+                    known.fix if known else "",
+                )
+    return BackendResult(
+        name, verdict, cause, remedy, rows, max((r.worst or 0.0 for r in rows), default=0.0)
+    )
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
@@ -151,7 +177,9 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
     m, c = -(-rows // 128) * 128, -(-cols // 4) * 4
     padded = np.zeros((m, c), np.uint8)
     padded[:rows, :cols] = scales
-    return np.ascontiguousarray(padded.reshape(m // 128, 4, 32, c // 4, 4).transpose(0, 3, 2, 1, 4)).reshape(m, c)
+    return np.ascontiguousarray(
+        padded.reshape(m // 128, 4, 32, c // 4, 4).transpose(0, 3, 2, 1, 4)
+    ).reshape(m, c)
 
 
 def backends(stack: str) -> Iterator[Backend]:
@@ -162,7 +190,9 @@ def backends(stack: str) -> Iterator[Backend]:
 def stacks(name: str) -> tuple[str, ...]:
     """Return the stacks of a name, which may be "all". Raises UsageError for an unknown one."""
     if name not in (*STACKS, "all"):
-        raise UsageError(f"there is no stack called {name!r}", f"choose one of: {', '.join(STACKS)}, all")
+        raise UsageError(
+            f"there is no stack called {name!r}", f"choose one of: {', '.join(STACKS)}, all"
+        )
     return STACKS if name == "all" else (name,)
 
 
@@ -171,7 +201,9 @@ def _tensors(case: GemmCase) -> tuple[Tensor, ...]:
     import torch
 
     e4m3 = torch.float8_e4m3fn
-    sa, sw = (_device_tensor(swizzled(scales)).view(e4m3) for scales in (case.a_scale, case.w_scale))
+    sa, sw = (
+        _device_tensor(swizzled(scales)).view(e4m3) for scales in (case.a_scale, case.w_scale)
+    )
     return _device_tensor(case.a), sa, _device_tensor(case.w), sw
 
 
@@ -179,7 +211,9 @@ def _device_tensor(array: np.ndarray) -> Tensor:
     """Return the array as a tensor on the GPU, or on the CPU if there is none (tests replace the kernels)."""
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(array)).to("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.from_numpy(np.ascontiguousarray(array)).to(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
 
 
 def _host(tensor: Tensor) -> np.ndarray:
@@ -200,14 +234,20 @@ def _torch() -> Iterator[Backend]:
     def call(case: GemmCase) -> np.ndarray:
         a, sa, w, sw = _tensors(case)
         fp4 = torch.float4_e2m1fn_x2
-        out = torch._scaled_mm(a.view(fp4), w.view(fp4).t(), sa.flatten(), sw.flatten(), out_dtype=torch.bfloat16)
+        out = torch._scaled_mm(
+            a.view(fp4), w.view(fp4).t(), sa.flatten(), sw.flatten(), out_dtype=torch.bfloat16
+        )
         return _host(out) * case.alpha
 
     yield name, call, ""
 
 
 def _vllm() -> Iterator[Backend]:
-    cutlass, marlin, ours = "vllm cutlass_scaled_fp4_mm", "vllm marlin (W4A16)", "vllm annie_quant (W4A16)"
+    cutlass, marlin, ours = (
+        "vllm cutlass_scaled_fp4_mm",
+        "vllm marlin (W4A16)",
+        "vllm annie_quant (W4A16)",
+    )
     try:
         from vllm import _custom_ops as ops
     except Exception as error:
@@ -225,7 +265,11 @@ def _vllm() -> Iterator[Backend]:
     has = hasattr(ops, "cutlass_scaled_fp4_mm")
     yield cutlass, call if has else None, "" if has else "this vLLM has no such op"
     missing = _operator_missing()
-    yield ours, None if missing else _annie_quant, missing  # before Marlin, whose place it takes and which is slower
+    yield (
+        ours,
+        None if missing else _annie_quant,
+        missing,
+    )  # before Marlin, whose place it takes and which is slower
     try:
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as utils
     except Exception as error:
@@ -249,7 +293,9 @@ def _annie_quant(case: GemmCase) -> np.ndarray:
 
     torch_op.register()
     weight = torch_op.prepare(_device_tensor(case.w), _device_tensor(case.w_scale), 1.0)
-    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(torch.bfloat16)
+    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(
+        torch.bfloat16
+    )
     return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
 
 
@@ -261,15 +307,30 @@ def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
     new = "weight_global_scale" in inspect.signature(utils.apply_fp4_marlin_linear).parameters
     name = "weight_global_scale" if new else "weight_scale_2"
     layer.weight = torch.nn.Parameter(_device_tensor(case.w), requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(_device_tensor(case.w_scale).view(torch.float8_e4m3fn), requires_grad=False)
-    one = _device_tensor(np.ones(1, np.float32))  # alpha is applied last in float64: older versions round it to bf16
+    layer.weight_scale = torch.nn.Parameter(
+        _device_tensor(case.w_scale).view(torch.float8_e4m3fn), requires_grad=False
+    )
+    one = _device_tensor(
+        np.ones(1, np.float32)
+    )  # alpha is applied last in float64: older versions round it to bf16
     setattr(layer, name, torch.nn.Parameter(one, requires_grad=False))
-    layer.output_size_per_partition, layer.input_size_per_partition = case.w.shape[0], case.w.shape[1] * 2
+    layer.output_size_per_partition, layer.input_size_per_partition = (
+        case.w.shape[0],
+        case.w.shape[1] * 2,
+    )
     layer.params_dtype = torch.bfloat16
     utils.prepare_fp4_layer_for_marlin(layer)
-    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(torch.bfloat16)
+    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(
+        torch.bfloat16
+    )
     out = utils.apply_fp4_marlin_linear(
-        x, layer.weight, layer.weight_scale, getattr(layer, name), layer.workspace, case.w.shape[0], x.shape[1]
+        x,
+        layer.weight,
+        layer.weight_scale,
+        getattr(layer, name),
+        layer.workspace,
+        case.w.shape[0],
+        x.shape[1],
     )
     return _host(out) * case.alpha
 
@@ -286,7 +347,9 @@ def _flashinfer() -> Iterator[Backend]:
         def call(case: GemmCase, backend: str = backend) -> np.ndarray:
             a, sa, w, sw = _tensors(case)
             alpha = torch.tensor([case.alpha], dtype=torch.float32, device="cuda")
-            return _host(flashinfer.mm_fp4(a, w.T, sa, sw.T, alpha, torch.bfloat16, backend=backend))
+            return _host(
+                flashinfer.mm_fp4(a, w.T, sa, sw.T, alpha, torch.bfloat16, backend=backend)
+            )
 
         yield f"flashinfer mm_fp4 {backend}", call, ""
 
@@ -314,7 +377,9 @@ def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     if weight_only and not has_fp4_units():
         note = known_failures.NO_FP4_UNITS
     elif weight_only:
-        note = known_failures.NOT_NATIVE if right == weight_only else known_failures.WEIGHT_ONLY_FIRST
+        note = (
+            known_failures.NOT_NATIVE if right == weight_only else known_failures.WEIGHT_ONLY_FIRST
+        )
     return StackResult(
         rows,
         choose=right[0] if right else None,
@@ -329,7 +394,11 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> subprocess.Com
     paths = os.pathsep.join(path for path in sys.path if path)
     argv = [sys.executable, "-m", module, *arguments]
     return subprocess.run(
-        argv, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": paths}
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": paths},
     )
 
 
@@ -355,7 +424,9 @@ def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
 def _failed(name: str, reason: str, output: str) -> BackendResult:
     known = known_failures.find_failure(output)
     row = CaseResult("all", False, error=reason)
-    return BackendResult(name, "failed", known.cause if known else reason, known.fix if known else "", [row])
+    return BackendResult(
+        name, "failed", known.cause if known else reason, known.fix if known else "", [row]
+    )
 
 
 # ---- in a container: one command as a list of arguments, the code on its standard input
@@ -384,7 +455,10 @@ def container_script(stack: str) -> str:
     stacks(stack)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in [*(PACKAGE / f"{name}.py" for name in DEPENDENCIES), *sorted((PACKAGE / "gemm").glob("*.py"))]:
+        for path in [
+            *(PACKAGE / f"{name}.py" for name in DEPENDENCIES),
+            *sorted((PACKAGE / "gemm").glob("*.py")),
+        ]:
             archive.write(path, Path("annie_quant") / path.relative_to(PACKAGE))
     return SCRIPT.format(archive=base64.b64encode(content.getvalue()).decode("ascii"), stack=stack)
 
@@ -392,7 +466,9 @@ def container_script(stack: str) -> str:
 def container_command(target: str, program: str, running: bool) -> list[str]:
     """Return the command as a list of arguments (no shell). target: a running container's name or an image."""
     if not target or target.startswith("-"):
-        raise UsageError(f"{target!r} is not the name of a container or an image", "docker ps; docker images")
+        raise UsageError(
+            f"{target!r} is not the name of a container or an image", "docker ps; docker images"
+        )
     if running:
         return [program, "exec", "-i", target, "python3", "-"]
     return [program, "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", target, "-"]
@@ -404,28 +480,44 @@ def plan_container(target: str, stack: str) -> list[str]:
     program = next((p for p in PROGRAMS if shutil.which(p)), None)
     if program is None:
         return container_command(target, PROGRAMS[0], running=False)
-    start = container_command(target, program, running=False)  # checks the name before it is passed to the program
+    start = container_command(
+        target, program, running=False
+    )  # checks the name before it is passed to the program
     state = subprocess.run(
-        [program, "container", "inspect", "--format", "{{.State.Running}}", target], capture_output=True, text=True
+        [program, "container", "inspect", "--format", "{{.State.Running}}", target],
+        capture_output=True,
+        text=True,
     )
-    return container_command(target, program, running=True) if state.stdout.strip() == "true" else start
+    return (
+        container_command(target, program, running=True)
+        if state.stdout.strip() == "true"
+        else start
+    )
 
 
 def examine_container(target: str, stack: str, timeout_s: float = 1800.0) -> StackResult:
     """Run `examine` in the container. EnvironmentFault: no result, with the last line of its output."""
     argv = plan_container(target, stack)
     if shutil.which(argv[0]) is None:
-        raise EnvironmentFault("neither docker nor podman is on the PATH", "validate-gpu --stack without --container")
+        raise EnvironmentFault(
+            "neither docker nor podman is on the PATH", "validate-gpu --stack without --container"
+        )
     try:
-        process = subprocess.run(argv, input=container_script(stack), capture_output=True, text=True, timeout=timeout_s)
+        process = subprocess.run(
+            argv, input=container_script(stack), capture_output=True, text=True, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentFault(f"{target} gave no result within {timeout_s:.0f} s", "docker logs") from error
+        raise EnvironmentFault(
+            f"{target} gave no result within {timeout_s:.0f} s", "docker logs"
+        ) from error
     if (result := last_json_line(process.stdout)) is not None:
         return replace(StackResult.from_dict(json.loads(result)), container=target)
     output = (process.stderr or process.stdout).strip().splitlines()
     last = output[-1] if output else f"exit code {process.returncode} without output"
     known = known_failures.find_failure(process.stderr)
-    raise EnvironmentFault(f"{target}: {last[:300]}", known.fix if known else "docker run --gpus all … nvidia-smi")
+    raise EnvironmentFault(
+        f"{target}: {last[:300]}", known.fix if known else "docker run --gpus all … nvidia-smi"
+    )
 
 
 def main(argv: list[str]) -> None:

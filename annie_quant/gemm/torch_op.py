@@ -44,7 +44,9 @@ class Prepared(NamedTuple):
     n: int
 
 
-def prepare(codes: Tensor, block_scale: Tensor, tensor_scale: float, *, fault: str | None = None) -> Prepared:
+def prepare(
+    codes: Tensor, block_scale: Tensor, tensor_scale: float, *, fault: str | None = None
+) -> Prepared:
     """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor.
 
     fault: as in gemm.ops.Weight, for negative controls
@@ -53,15 +55,26 @@ def prepare(codes: Tensor, block_scale: Tensor, tensor_scale: float, *, fault: s
     size = native().packed_bytes(codes.shape[0], codes.shape[1] * 2)
     memory = torch.empty(size, dtype=torch.uint8, device=codes.device)
     weight = Weight(codes, block_scale, tensor_scale, memory=memory, fault=fault)
-    return Prepared(memory, torch.tensor(weight.tensor_scale, dtype=torch.float32, device="cpu"), weight.n)
+    return Prepared(
+        memory, torch.tensor(weight.tensor_scale, dtype=torch.float32, device="cpu"), weight.n
+    )
 
 
 def check_operand(
-    name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, size: int | None = None, align: int = 16
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    size: int | None = None,
+    align: int = 16,
 ) -> None:
     """Raise UsageError unless a kernel can read a tensor: its dtype, device and number of elements, contiguous and aligned."""
     well_formed = tensor.dtype is dtype and tensor.device == device and tensor.is_contiguous()
-    if not well_formed or tensor.data_ptr() % align or (size is not None and tensor.numel() != size):
+    if (
+        not well_formed
+        or tensor.data_ptr() % align
+        or (size is not None and tensor.numel() != size)
+    ):
         many = "" if size is None else f"{size} elements of "
         raise UsageError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}; expected "
@@ -93,9 +106,20 @@ def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
         size = module.linear_workspace(m, n, k)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         module.linear(
-            rows.data_ptr(), ldx, packed.data_ptr(), packed.numel(), tensor_scale.item(), out.data_ptr(),
-            0 if workspace is None else workspace.data_ptr(), size, m, n, k, kind, torch._C._cuda_getCurrentRawStream(device),
-        )  # fmt: skip
+            rows.data_ptr(),
+            ldx,
+            packed.data_ptr(),
+            packed.numel(),
+            tensor_scale.item(),
+            out.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+            size,
+            m,
+            n,
+            k,
+            kind,
+            torch._C._cuda_getCurrentRawStream(device),
+        )
     return out
 
 

@@ -65,12 +65,26 @@ def validate(stack: str | None = None) -> Validation:
         },
         paths={
             "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
-            + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if hopper else ""),
-            "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
+            + (
+                "; wgmma for more than 16 tokens, and for fewer where it is faster"
+                if hopper
+                else ""
+            ),
+            "w4a4": "native mma.sync mxf4nvf4 m16n8k64"
+            if has_native
+            else "emulated (no sm_12x code runs here)",
             "sm_12x": machine_code(native().ARCHS, f"{info['major']}.{info['minor']}")[1],
         },
     )
-    for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls(), device_checks(info)):
+    for checks in (
+        _pairs(),
+        _w4a16(hopper),
+        _repeats(),
+        _codec(),
+        _w4a4(has_native),
+        _controls(),
+        device_checks(info),
+    ):
         result.checks += checks
     if stack:
         from annie_quant.gemm.stack_check import examine
@@ -79,7 +93,9 @@ def validate(stack: str | None = None) -> Validation:
     return result
 
 
-def _case(m: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+def _case(
+    m: int, n: int, k: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     from ml_dtypes import bfloat16
 
     codes, scales = oracle.random_weight(n, k, seed)
@@ -92,7 +108,12 @@ def _poisoned(m: int, n: int) -> DeviceArray:
 
 
 def _error(
-    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, ts: float, path: str = "auto", fault: str | None = None
+    x: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    ts: float,
+    path: str = "auto",
+    fault: str | None = None,
 ) -> float:
     weight = Weight(to_device(codes), to_device(scales), ts, fault=fault)
     out = w4a16(to_device(x), weight, _poisoned(x.shape[0], codes.shape[0]), path=path).host()
@@ -111,7 +132,9 @@ def _pairs() -> Iterator[Check]:
     weight = Weight(to_device(codes), to_device(scales), 1.0)
     out = w4a16(to_device(np.eye(16).astype(bfloat16)), weight, _poisoned(16, 127)).host()
     bad = int((out != expected.T).sum())
-    yield Check("all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {expected.size} differ")
+    yield Check(
+        "all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {expected.size} differ"
+    )
 
 
 def _w4a16(hopper: bool) -> Iterator[Check]:
@@ -125,7 +148,9 @@ def _w4a16(hopper: bool) -> Iterator[Check]:
     ):
         for path in (("skinny",) if m <= 16 else ()) + ("tiled",) + (("wgmma",) if hopper else ()):
             worst = _error(*_case(m, n, k, m), path=path)
-            yield Check(f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound")
+            yield Check(
+                f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
+            )
 
 
 def _repeats() -> Iterator[Check]:
@@ -150,7 +175,9 @@ def _w4a4(has_native: bool) -> Iterator[Check]:
     for m, n, k in ((1, 64, 64), (33, 150, 80), (128, 256, 1040)):
         for mode in ("emulated", "native") if has_native else ("emulated",):
             worst = _w4a4_error(m, n, k, mode)
-            yield Check(f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound")
+            yield Check(
+                f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
+            )
 
 
 def _codec() -> Iterator[Check]:
@@ -183,9 +210,16 @@ def _controls() -> Iterator[Check]:
 
 # ---- what a GPU has for our kernels: machine code, and shared memory for the plans of a 9B's products and of experts
 
-Limits = tuple[int, int, int, bool, bool]  # of _gemm: SMs, shared memory per block, major capability, wgmma, native FP4
+Limits = tuple[
+    int, int, int, bool, bool
+]  # of _gemm: SMs, shared memory per block, major capability, wgmma, native FP4
 SPARK = (48, 101376, 12, False, True)  # of a GB10
-SHAPES = ((24576, 4096), (4096, 12288), (8192, 4096), (248320, 4096))  # [N, K] of a 9B, its head last
+SHAPES = (
+    (24576, 4096),
+    (4096, 12288),
+    (8192, 4096),
+    (248320, 4096),
+)  # [N, K] of a 9B, its head last
 TOKENS = (1, 8, 16, 64, 256, 4096)
 
 
@@ -211,7 +245,9 @@ def largest_need(limits: Limits) -> int:
             most = max(most, module.plan_needs(m, n, k, path, fields, limits)[0])
     for pairs in TOKENS:
         shape = (pairs * 8, 256, 8, 1024, 2048)
-        most = max(most, module.grouped_needs(shape, module.plan_grouped(shape, 0, limits), limits)[0])
+        most = max(
+            most, module.grouped_needs(shape, module.plan_grouped(shape, 0, limits), limits)[0]
+        )
     return most
 
 

@@ -21,7 +21,13 @@ from annie_quant.judge.gates import checks, faults, gate_table
 from annie_quant.judge.library import load_workloads
 from annie_quant.judge.sampling import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
-from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256, prompts_sha256
+from annie_quant.judge.workloads import (
+    Case,
+    Workload,
+    distinct_prompts,
+    prompt_sha256,
+    prompts_sha256,
+)
 
 __all__ = [
     "Answer",

@@ -38,7 +38,9 @@ def form_of(template: str) -> Form:
         return "qwen_xml"
     if "<tool_call>" in template:
         return "hermes"
-    return "llama_json" if PYTHON_TAG in template or "<|start_header_id|>" in template else "qwen_xml"
+    return (
+        "llama_json" if PYTHON_TAG in template or "<|start_header_id|>" in template else "qwen_xml"
+    )
 
 
 def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCall], str]:
@@ -65,7 +67,11 @@ def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCa
 
 def _numbered(call: tuple[str, object], index: int) -> ToolCall:
     name, arguments = call
-    return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {
+        "id": f"raw_{index}",
+        "name": name,
+        "arguments": json.dumps(arguments, ensure_ascii=False),
+    }
 
 
 def _json_call(text: str) -> tuple[str, object] | None:
@@ -120,7 +126,11 @@ def _types(name: str, tools: Tools) -> dict[str, str | list[str] | None]:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            return {
+                key: schema.get("type")
+                for key, schema in properties.items()
+                if isinstance(schema, Mapping)
+            }
     return {}
 
 
@@ -172,15 +182,24 @@ def from_record(record: RequestRecord) -> Answer:
         tool_calls=record.answer.tool_calls,
         finish_reason=record.answer.finish_reason,
         error=record.answer.error or "",
-        completion_tokens=None if record.tokens.tokens_estimated else record.tokens.completion_tokens,
+        completion_tokens=None
+        if record.tokens.tokens_estimated
+        else record.tokens.completion_tokens,
     )
 
 
-def constant_answer(own: Sequence[Answer | RecordedAnswer], other: Sequence[Answer | RecordedAnswer]) -> str:
+def constant_answer(
+    own: Sequence[Answer | RecordedAnswer], other: Sequence[Answer | RecordedAnswer]
+) -> str:
     """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
-    texts, others = ([(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other))
+    texts, others = (
+        [(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side]
+        for side in (own, other)
+    )
     [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]
-    same = Counter(theirs for ours, theirs in zip(texts, others, strict=True) if ours == text).most_common(1)
+    same = Counter(
+        theirs for ours, theirs in zip(texts, others, strict=True) if ours == text
+    ).most_common(1)
     if n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:
         return ""
     return f"one answer to {n} of {len(texts)} prompts ({' '.join(text).strip()[:60]!r})"
@@ -190,13 +209,21 @@ def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMes
     """Return an answer as the message that the next turn's request contains."""
     message: ChatMessage = {"role": "assistant", "content": text}
     if tool_calls:
-        functions: list[CalledFunction] = [{"name": c["name"], "arguments": c["arguments"]} for c in tool_calls]
-        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        functions: list[CalledFunction] = [
+            {"name": c["name"], "arguments": c["arguments"]} for c in tool_calls
+        ]
+        message["tool_calls"] = [
+            {"type": "function", "function": function} for function in functions
+        ]
     return message
 
 
 def parse_raw(
-    raw_text: str, thinking: bool, tools: Tools = None, completion_tokens: int | None = None, form: Form = "qwen_xml"
+    raw_text: str,
+    thinking: bool,
+    tools: Tools = None,
+    completion_tokens: int | None = None,
+    form: Form = "qwen_xml",
 ) -> Answer:
     """Parse generated text (what follows the generation prompt) into an answer.
 
@@ -226,4 +253,8 @@ def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     if answer.tool_calls or "<tool_call>" not in answer.text:
         return answer
     parsed = parse_raw(answer.text, thinking=False, tools=tools)
-    return replace(answer, text=parsed.text, tool_calls=parsed.tool_calls) if parsed.tool_calls else answer
+    return (
+        replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)
+        if parsed.tool_calls
+        else answer
+    )

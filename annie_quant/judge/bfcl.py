@@ -35,7 +35,12 @@ from annie_quant.judge.workloads import Case, Workload
 # argument is missing, and the model should say so) expects no call. Results come from the package's own simulated systems (in
 # memory), whose public functions are called with literal arguments.
 
-MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
+MULTI_TURN = (
+    "multi_turn_base",
+    "multi_turn_miss_func",
+    "multi_turn_miss_param",
+    "multi_turn_long_context",
+)
 MISSING_FUNCTION = "I have updated some more functions you can choose from. What about now?"
 DOCUMENTS = {
     "GorillaFileSystem": "gorilla_file_system",
@@ -84,23 +89,43 @@ class PackageSystems:
             result = self._functions[name](**arguments)
         except Exception as error:  # what a system rejects is a result, which the model sees
             return json.dumps({"error": str(error)})
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return (
+            result
+            if isinstance(result, str)
+            else json.dumps(result, default=str, ensure_ascii=False)
+        )
 
 
 def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
     """Yield one prompt per step of each case of a category."""
-    documents = {name: list(_rows(root / "multi_turn_func_doc" / f"{file}.json")) for name, file in DOCUMENTS.items()}
-    solutions = {r["id"]: r["ground_truth"] for r in _rows(root / "possible_answer" / f"BFCL_v4_{category}.json")}
+    documents = {
+        name: list(_rows(root / "multi_turn_func_doc" / f"{file}.json"))
+        for name, file in DOCUMENTS.items()
+    }
+    solutions = {
+        r["id"]: r["ground_truth"]
+        for r in _rows(root / "possible_answer" / f"BFCL_v4_{category}.json")
+    }
     for row in _rows(root / f"BFCL_v4_{category}.json"):
         excluded = set(row.get("excluded_function") or ())
-        tools = [d for name in row["involved_classes"] for d in documents[name] if d["name"] not in excluded]
+        tools = [
+            d
+            for name in row["involved_classes"]
+            for d in documents[name]
+            if d["name"] not in excluded
+        ]
         systems = start(row, "long_context" in category)
-        for name, messages, offered, calls in _turns_with_calls(row, tools, solutions[row["id"]], systems):
+        for name, messages, offered, calls in _turns_with_calls(
+            row, tools, solutions[row["id"]], systems
+        ):
             yield _case(name, messages, offered, calls, category)
 
 
 def _turns_with_calls(
-    row: JsonObject, tools: Sequence[JsonObject], solution: Sequence[Sequence[str]], systems: Systems
+    row: JsonObject,
+    tools: Sequence[JsonObject],
+    solution: Sequence[Sequence[str]],
+    systems: Systems,
 ) -> Iterator[tuple[str, list[JsonObject], list[JsonObject], list[JsonObject]]]:
     """Yield (id, messages, documents of the tools on offer, expected calls) of each step; no calls where no call is right."""
     missed = {int(turn): set(names) for turn, names in (row.get("missed_function") or {}).items()}
@@ -119,7 +144,9 @@ def _turns_with_calls(
             call = {"id": number, "type": "function", "function": {"name": name, "arguments": text}}
             result = systems.call(name, arguments)[:MAX_RESULT]
             history.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            history.append({"role": "tool", "tool_call_id": number, "name": name, "content": result})
+            history.append(
+                {"role": "tool", "tool_call_id": number, "name": name, "content": result}
+            )
         end = "Done." if calls else "I cannot do that with what I have."
         history.append({"role": "assistant", "content": end})
 
@@ -148,16 +175,31 @@ def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, Js
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
 # live_relevance is left out: it has no recorded answers, any call is right.
-LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance")
+LIVE = (
+    "live_simple",
+    "live_multiple",
+    "live_parallel",
+    "live_parallel_multiple",
+    "live_irrelevance",
+)
 MAX_TOKENS = 512
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
 # What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are the reference.
 MULTI_TURN_GATES = (*GATES, "same_tool", "same_arguments", "same_validity")
-_TYPES = {"dict": "object", "float": "number", "tuple": "array", "int": "integer", "str": "string", "bool": "boolean"}
+_TYPES = {
+    "dict": "object",
+    "float": "number",
+    "tuple": "array",
+    "int": "integer",
+    "str": "string",
+    "bool": "boolean",
+}
 _COPIED = ("description", "enum", "default")
 
 
-def load(categories: str = "", folder: str | Path | None = None, start: Start = PackageSystems) -> Workload:
+def load(
+    categories: str = "", folder: str | Path | None = None, start: Start = PackageSystems
+) -> Workload:
     """Load the cases of the named categories ("": all single-turn ones).
 
     folder: the package's data folder.
@@ -171,7 +213,9 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
             hint = f"choose from: {', '.join((*CATEGORIES, *LIVE, *MULTI_TURN))}"
             raise UsageError(f"bfcl has no category {name!r} here", hint)
     root = Path(folder) if folder is not None else _package_data()
-    rows = (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name) for name in names)
+    rows = (
+        _steps(root, name, start) if name in MULTI_TURN else _cases(root, name) for name in names
+    )
     cases = list(itertools.chain.from_iterable(rows))
     return Workload(
         name="bfcl",
@@ -203,21 +247,34 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     if not category.endswith("irrelevance"):
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
-        calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
+        calls = [
+            {_name(name): values for name, values in call.items()}
+            for call in answers.get(row["id"], ())
+        ]
         yield _case(row["id"], row["question"][0], row["function"], calls, category)
 
 
 def _case(
-    name: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject], calls: list[JsonObject], category: str
+    name: str,
+    messages: Sequence[JsonObject],
+    tools: Sequence[JsonObject],
+    calls: list[JsonObject],
+    category: str,
 ) -> Case:
     """Return a prompt that expects calls, or none."""
     expect: JsonObject = {"calls": calls} if calls else {"no_tool": True}
-    return Case(name, tuple(messages), expect=expect, tools=tuple(map(_tool, tools)), category=category)
+    return Case(
+        name, tuple(messages), expect=expect, tools=tuple(map(_tool, tools)), category=category
+    )
 
 
 def _tool(function: JsonObject) -> JsonObject:
     name, description = _name(function["name"]), function.get("description", "")
-    schema = {"name": name, "description": description, "parameters": _schema(function["parameters"])}
+    schema = {
+        "name": name,
+        "description": description,
+        "parameters": _schema(function["parameters"]),
+    }
     return {"type": "function", "function": schema}
 
 

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from annie_quant.core.files import sha256_text
-from annie_quant.documents import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
+from annie_quant.documents import (
+    Evaluation,
+    GateResult,
+    Member,
+    NumericsResult,
+    OfflineSide,
+    PairedGate,
+    PooledGates,
+)
 from annie_quant.judge.decision.roles import RULE
 from annie_quant.judge.decision.rule import judge_evaluation
 from annie_quant.judge.gates import tabulate
@@ -20,7 +28,11 @@ from annie_quant.judge.pairing import pair_checks, with_floor
 
 Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
 COUNTED = {"1": True, "0": False}  # "-": the gate does not apply
-SHOWN = {**COUNTED, "p": True, "f": False}  # in the tables alone: answers that are not complete, gates for information
+SHOWN = {
+    **COUNTED,
+    "p": True,
+    "f": False,
+}  # in the tables alone: answers that are not complete, gates for information
 Row = GateResult | PairedGate | PooledGates | None
 Side = NumericsResult | Member | OfflineSide
 COUNTS = ("passes", "n", "lost", "won", "passed")
@@ -29,12 +41,27 @@ COUNTS = ("passes", "n", "lost", "won", "passed")
 def evidence_sha256(evaluation: Evaluation) -> str:
     """Return the digest of the outcomes, what blocks the verdict, and the hashes of models and prompts."""
     e = evaluation
-    parts = [e.version, e.reference_sha256, e.checkpoint_files, e.reference_files, e.workloads, e.blocking]
-    outcomes = [e.prompts, e.reference_outcomes, e.floor_outcomes, e.outcomes(), *([e.rule] if e.rule else [])]
+    parts = [
+        e.version,
+        e.reference_sha256,
+        e.checkpoint_files,
+        e.reference_files,
+        e.workloads,
+        e.blocking,
+    ]
+    outcomes = [
+        e.prompts,
+        e.reference_outcomes,
+        e.floor_outcomes,
+        e.outcomes(),
+        *([e.rule] if e.rule else []),
+    ]
     return sha256_text(msgspec.json.encode([*parts, *outcomes], order="deterministic").decode())
 
 
-def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None = None) -> list[str]:
+def differences(
+    evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None = None
+) -> list[str]:
     """Return one line per fact of an evaluation that its outcomes do not give, and one for outcomes that were changed.
 
     shown: its sides as run.json has them, which are compared too. Verdicts are compared only where this rule made them.
@@ -62,7 +89,9 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     """Return a copy whose counts and verdicts are made from the outcomes again."""
     result = copy.deepcopy(evaluation)
     prompts = result.prompts
-    result.reference_gates = tabulate(counted_checks(prompts, result.reference_outcomes, SHOWN).values())
+    result.reference_gates = tabulate(
+        counted_checks(prompts, result.reference_outcomes, SHOWN).values()
+    )
     for name, side in sides(result).items():
         side.gates = tabulate(counted_checks(prompts, side.outcomes, SHOWN).values())
         side.paired, side.pooled = pair_checks(pairs(result, name))
@@ -75,13 +104,18 @@ def pairs(evaluation: Evaluation, name: str) -> list[tuple[Mapping[str, bool], M
     noisy = counted_checks(prompts, evaluation.floor_outcomes)
     after = counted_checks(prompts, sides(evaluation)[name].outcomes)
     return [
-        (with_floor(row, noisy.get(prompt, {})) if evaluation.floor_outcomes else row, after.get(prompt, {}))
+        (
+            with_floor(row, noisy.get(prompt, {})) if evaluation.floor_outcomes else row,
+            after.get(prompt, {}),
+        )
         for prompt, row in counted_checks(prompts, evaluation.reference_outcomes).items()
     ]
 
 
 def counted_checks(
-    prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], results: Mapping[str, bool] = COUNTED
+    prompts: Mapping[str, list[str]],
+    outcomes: Mapping[str, str],
+    results: Mapping[str, bool] = COUNTED,
 ) -> Checks:
     """Return the checks of each prompt that has any.
 
@@ -111,10 +145,14 @@ def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
 def _changed_side(where: str, side: Side, other: Side, same_rule: bool) -> Iterator[str]:
     yield from _changed(where, side.gates, other.gates, same_rule)
     yield from _changed(f"{where} against bf16", side.paired, other.paired, same_rule)
-    yield from _changed(f"{where} against bf16", {"all": side.pooled}, {"all": other.pooled}, same_rule)
+    yield from _changed(
+        f"{where} against bf16", {"all": side.pooled}, {"all": other.pooled}, same_rule
+    )
 
 
-def _changed(where: str, stored: Mapping[str, Row], counted: Mapping[str, Row], same_rule: bool) -> Iterator[str]:
+def _changed(
+    where: str, stored: Mapping[str, Row], counted: Mapping[str, Row], same_rule: bool
+) -> Iterator[str]:
     fields = (*COUNTS, "verdict") if same_rule else COUNTS
     for gate in dict.fromkeys([*stored, *counted]):
         row, other = stored.get(gate), counted.get(gate)

@@ -52,7 +52,9 @@ def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
     if n < LARGE_N:
         _decide_few(result, threshold)
     elif threshold.kind == "zero":
-        result.rule = f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
+        result.rule = (
+            f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
+        )
         result.verdict = "pass" if passes == n else "fail"
     else:
         result.rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {threshold.limit:.0%}"
@@ -64,9 +66,15 @@ def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
 
 def _decide_few(result: GateResult, threshold: Threshold) -> None:
     passes, n, least_n = result.passes, result.n, threshold.least_n
-    shares = {"rate": f"at least {threshold.rate:.0%} of", "zero": "none seen in", "all": "every one of"}
+    shares = {
+        "rate": f"at least {threshold.rate:.0%} of",
+        "zero": "none seen in",
+        "all": "every one of",
+    }
     result.rule = f"n < {LARGE_N}: {shares[threshold.kind]} at least {least_n}"
-    needed = math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n  # 0.6 * 10 is 6.000000000000001
+    needed = (
+        math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n
+    )  # 0.6 * 10 is 6.000000000000001
     if threshold.kind == "zero" and passes < n:
         result.verdict = "fail"
     elif n >= least_n and passes >= needed:
@@ -137,24 +145,71 @@ def _same(name: str, title: str, rate: float, check: Check, *behaviours: str) ->
 _ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
 
 CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS = (
-    "call a tool", "decline", "right function", "right arguments", "several calls", "use a result", "right answer", "form", "stop",
+    "call a tool",
+    "decline",
+    "right function",
+    "right arguments",
+    "several calls",
+    "use a result",
+    "right answer",
+    "form",
+    "stop",
     "thinking",
-)  # fmt: skip
+)
 
 # Thresholds of the original plan where one is named (docs/requirements.md).
 GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
-        Gate("abstention", "no tool where none fits", _rate(10, 0.8), calls.abstention, behaviours=(DECLINE,)),
-        Gate("call_rate", "call rate", _rate(10, 0.0), calls.call_rate, basis="rule", two_sided=True),
+        Gate(
+            "abstention",
+            "no tool where none fits",
+            _rate(10, 0.8),
+            calls.abstention,
+            behaviours=(DECLINE,),
+        ),
+        Gate(
+            "call_rate", "call rate", _rate(10, 0.0), calls.call_rate, basis="rule", two_sided=True
+        ),
         Gate("factual", "factual", _ALL, calls.contains, "R25", behaviours=(CONTENT,)),
-        Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, behaviours=(CALL, FUNCTION)),
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), text.no_markdown, "R24", basis="rule", behaviours=(FORM,)),
+        Gate(
+            "logged_tool",
+            "tool as in the log",
+            _rate(10, 0.6),
+            reference.logged_tool,
+            behaviours=(CALL, FUNCTION),
+        ),
+        Gate(
+            "no_markdown",
+            "no markdown",
+            _rate(15, 0.8),
+            text.no_markdown,
+            "R24",
+            basis="rule",
+            behaviours=(FORM,),
+        ),
         Gate("non_empty", "non-empty", _ZERO, text.non_empty, "R27", margin=0.0, basis="rule"),
         Gate("reasoning", "reasoning", _ALL, calls.contains, "R26", behaviours=(CONTENT,)),
-        Gate("recall", "right in conversation", _rate(10, 0.8), calls.contains, behaviours=(CONTENT,)),
-        Gate("repetition", "no repetition or garble", _ALL, text.repetition, basis="rule", behaviours=(FORM,)),
-        _same("same_arguments", "arguments as bf16", 0.8, reference.same_arguments, CALL, FUNCTION, ARGUMENTS),
+        Gate(
+            "recall", "right in conversation", _rate(10, 0.8), calls.contains, behaviours=(CONTENT,)
+        ),
+        Gate(
+            "repetition",
+            "no repetition or garble",
+            _ALL,
+            text.repetition,
+            basis="rule",
+            behaviours=(FORM,),
+        ),
+        _same(
+            "same_arguments",
+            "arguments as bf16",
+            0.8,
+            reference.same_arguments,
+            CALL,
+            FUNCTION,
+            ARGUMENTS,
+        ),
         _same("same_decline", "no call as bf16", 0.9, reference.same_decline, DECLINE),
         _same("same_language", "language as bf16", 0.9, reference.same_language),
         _same("same_length", "length as bf16", 0.8, reference.same_length, FORM),
@@ -166,7 +221,13 @@ GATES: dict[str, Gate] = {
         _same("same_tool", "tool or none as bf16", 0.9, reference.same_tool),
         _same("same_validity", "valid calls as bf16", 0.9, reference.same_validity, CALL),
         Gate("scenario", "scenarios of tool-eval-bench", _rate(10, 0.6), calls.scenario),
-        Gate("several_calls", "several calls", _rate(10, 0.6), calls.several_calls, behaviours=(SEVERAL,)),
+        Gate(
+            "several_calls",
+            "several calls",
+            _rate(10, 0.6),
+            calls.several_calls,
+            behaviours=(SEVERAL,),
+        ),
         Gate("stop", "stops by itself", _ALL, text.stop, basis="rule", behaviours=(STOP,)),
         Gate(
             "thinking_leak",
@@ -178,26 +239,65 @@ GATES: dict[str, Gate] = {
             basis="rule",
             behaviours=(THINKING,),
         ),
-        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), calls.tool_arguments, behaviours=(ARGUMENTS,)),
-        Gate("tool_call", "tool calls", _rate(10, 0.6), calls.tool_call, "R23", behaviours=(CALL, FUNCTION)),
-        Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), calls.tool_call_raw, advisory=True),
-        Gate("tool_schema", "schema validity", _rate(10, 0.6), calls.tool_schema, behaviours=(CALL,)),
-        Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, behaviours=(FUNCTION,)),
-        Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, behaviours=(ARGUMENTS,)),
-        Gate("use_result", "use of a result", _rate(10, 0.6), calls.use_result, behaviours=(RESULT,)),
+        Gate(
+            "tool_arguments",
+            "tool arguments",
+            _rate(10, 0.6),
+            calls.tool_arguments,
+            behaviours=(ARGUMENTS,),
+        ),
+        Gate(
+            "tool_call",
+            "tool calls",
+            _rate(10, 0.6),
+            calls.tool_call,
+            "R23",
+            behaviours=(CALL, FUNCTION),
+        ),
+        Gate(
+            "tool_call_raw",
+            "tool calls, raw text",
+            _rate(10, 0.6),
+            calls.tool_call_raw,
+            advisory=True,
+        ),
+        Gate(
+            "tool_schema", "schema validity", _rate(10, 0.6), calls.tool_schema, behaviours=(CALL,)
+        ),
+        Gate(
+            "tool_selection",
+            "tool selection",
+            _rate(10, 0.6),
+            calls.tool_selection,
+            behaviours=(FUNCTION,),
+        ),
+        Gate(
+            "tool_values",
+            "argument correctness",
+            _rate(10, 0.6),
+            calls.tool_values,
+            behaviours=(ARGUMENTS,),
+        ),
+        Gate(
+            "use_result", "use of a result", _rate(10, 0.6), calls.use_result, behaviours=(RESULT,)
+        ),
     )
 }
 REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "reference")
 # Gates of every workload: each applies only where the case or the reference's answer has what it checks.
 IMPLIED = ("call_rate", "several_calls", "use_result", "same_decline", "same_several")
-NAMED_REFERENCE_GATES = tuple(name for name in REFERENCE_GATES if name not in IMPLIED)  # what a workload's file has
+NAMED_REFERENCE_GATES = tuple(
+    name for name in REFERENCE_GATES if name not in IMPLIED
+)  # what a workload's file has
 
 
 def check_names(names: Iterable[str], where: str) -> None:
     """Raise UsageError for a name that is not a gate."""
     for name in names:
         if name not in GATES:
-            raise UsageError(f"{where}: unknown gate {name!r}", f"choose one of: {', '.join(GATES)}")
+            raise UsageError(
+                f"{where}: unknown gate {name!r}", f"choose one of: {', '.join(GATES)}"
+            )
 
 
 def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
@@ -213,7 +313,11 @@ def decides(name: str) -> bool:
 
 def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
     """Return the gates that apply to this case, and whether the answer passes each."""
-    return {name: not fault for name, fault in faults(answer, case, workload).items() if fault is not None}
+    return {
+        name: not fault
+        for name, fault in faults(answer, case, workload).items()
+        if fault is not None
+    }
 
 
 def count(rows: Iterable[dict[str, bool]]) -> dict[str, tuple[int, int]]:

@@ -39,7 +39,9 @@ class _Tools(msgspec.Struct):
     tools: list[_Function]
 
 
-def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:
+def load_workloads(
+    names: Iterable[str] | None = None, folder: str | Path | None = None
+) -> list[Workload]:
     """Load workloads by name, in the same order; for None all default ones of the folder, sorted.
 
     A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an unknown gate.
@@ -59,7 +61,9 @@ def _load(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
     if name == tool_eval.NAME:
         return tool_eval.load()
     if name not in files:
-        hint = f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl, {tool_eval.NAME}"
+        hint = (
+            f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl, {tool_eval.NAME}"
+        )
         raise UsageError(f"unknown workload {name!r} in {root.name}/", hint)
     return read_workload(files[name])
 
@@ -80,7 +84,9 @@ def read_workload(path: str | Path) -> Workload:
 def _check_labels(document: WorkloadFile, where: str) -> None:
     """Raise UsageError for a workload whose cases have labels that none of its gates judges."""
     turns = [turn for case in document.cases for turn in (case.expect or {}).get("turns") or ()]
-    labels = {name for row in (*(case.expect or {} for case in document.cases), *turns) for name in row} - {"turns"}
+    labels = {
+        name for row in (*(case.expect or {} for case in document.cases), *turns) for name in row
+    } - {"turns"}
     if labels and not any(GATES[gate].basis == "label" for gate in document.gates if gate in GATES):
         raise UsageError(
             f"{where}: no gate judges what its cases expect ({', '.join(sorted(labels))})",
@@ -103,7 +109,9 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     if tools == "persona" and not document.persona:
         raise UsageError(f"{where}: 'tools' is 'persona' and no persona is named")
     if reserved := [key for key in RESERVED if key in extra]:
-        raise UsageError(f"{where}: 'extra' must not contain {reserved[0]!r}: the workload has its own field for it")
+        raise UsageError(
+            f"{where}: 'extra' must not contain {reserved[0]!r}: the workload has its own field for it"
+        )
     own_tools = tools if isinstance(tools, list) else []
     _check_tools(where, own_tools)
     cases = tuple(_case(where, case, own_tools) for case in document.cases)
@@ -131,14 +139,18 @@ def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
     if case.expect:
-        documents.convert(Expect, case.expect, f"{where}: case {case.id!r}: expect", error=UsageError)
+        documents.convert(
+            Expect, case.expect, f"{where}: case {case.id!r}: expect", error=UsageError
+        )
     for index, turn in enumerate(case.turns or ()):
         if not isinstance(turn, str):
             _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)
     tools = case.tools
     if isinstance(tools, int):
         if not 0 <= tools <= len(own_tools):
-            raise UsageError(f"{where}: case {case.id!r} needs {tools} tools, the workload has {len(own_tools)}")
+            raise UsageError(
+                f"{where}: case {case.id!r} needs {tools} tools, the workload has {len(own_tools)}"
+            )
         tools = own_tools[:tools]
     if tools:
         _check_tools(f"{where}: case {case.id!r}", tools)
@@ -164,8 +176,15 @@ def _persona_path(persona: str | None, path: str) -> str | None:
 def _check_results(where: str, index: int, turn: Message) -> None:
     results = turn.get("results")
     if not isinstance(results, list) or not all(
-        isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results
+        isinstance(r, Mapping)
+        and isinstance(r.get("name"), str)
+        and isinstance(r.get("content"), str)
+        for r in results
     ):
-        raise UsageError(f'{where}: expected a text or {{"results": [{{"name", "content", "arguments"}}]}}')
+        raise UsageError(
+            f'{where}: expected a text or {{"results": [{{"name", "content", "arguments"}}]}}'
+        )
     if index == 0:
-        raise UsageError(f"{where}: the first turn is the user's, there is no call to return a result to yet")
+        raise UsageError(
+            f"{where}: the first turn is the user's, there is no call to return a result to yet"
+        )

@@ -45,22 +45,72 @@ class Metric:
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("ttft_content_ms", lambda r: r.timings.first_content_ms, "ms", "content TTFT", in_verdict=True, user_latency=True),
-        Metric("ttft_reasoning_ms", lambda r: r.timings.first_reasoning_ms, "ms", "reasoning TTFT", compared=False),
-        Metric("ttft_tool_ms", lambda r: r.timings.first_tool_ms, "ms", "tool call TTFT", in_verdict=True, user_latency=True),
-        Metric("first_byte_ms", lambda r: r.timings.first_byte_ms, "ms", "first byte", compared=False),
-        Metric("itl_ms", lambda r: r.timings.itl_ms, "ms", "ITL"),
-        Metric("itl_token_ms", lambda r: r.itl_token_ms, "ms", "ITL per token", server_counted=True),
-        Metric("tpot_ms", lambda r: r.timings.tpot_ms, "ms", "TPOT", server_counted=True, in_verdict=True),
-        Metric("e2e_ms", lambda r: r.timings.e2e_ms, "ms", "E2E latency", in_verdict=True, user_latency=True),
-        Metric("decode_tok_s", lambda r: r.timings.decode_tok_s, "tok/s", "decode speed", "higher", server_counted=True),
         Metric(
-            "completion_tokens", lambda r: r.tokens.completion_tokens, "tokens", "answer length", "neither", server_counted=True,
+            "ttft_content_ms",
+            lambda r: r.timings.first_content_ms,
+            "ms",
+            "content TTFT",
+            in_verdict=True,
+            user_latency=True,
+        ),
+        Metric(
+            "ttft_reasoning_ms",
+            lambda r: r.timings.first_reasoning_ms,
+            "ms",
+            "reasoning TTFT",
+            compared=False,
+        ),
+        Metric(
+            "ttft_tool_ms",
+            lambda r: r.timings.first_tool_ms,
+            "ms",
+            "tool call TTFT",
+            in_verdict=True,
+            user_latency=True,
+        ),
+        Metric(
+            "first_byte_ms", lambda r: r.timings.first_byte_ms, "ms", "first byte", compared=False
+        ),
+        Metric("itl_ms", lambda r: r.timings.itl_ms, "ms", "ITL"),
+        Metric(
+            "itl_token_ms", lambda r: r.itl_token_ms, "ms", "ITL per token", server_counted=True
+        ),
+        Metric(
+            "tpot_ms",
+            lambda r: r.timings.tpot_ms,
+            "ms",
+            "TPOT",
+            server_counted=True,
+            in_verdict=True,
+        ),
+        Metric(
+            "e2e_ms",
+            lambda r: r.timings.e2e_ms,
+            "ms",
+            "E2E latency",
+            in_verdict=True,
+            user_latency=True,
+        ),
+        Metric(
+            "decode_tok_s",
+            lambda r: r.timings.decode_tok_s,
+            "tok/s",
+            "decode speed",
+            "higher",
+            server_counted=True,
+        ),
+        Metric(
+            "completion_tokens",
+            lambda r: r.tokens.completion_tokens,
+            "tokens",
+            "answer length",
+            "neither",
+            server_counted=True,
             in_verdict=True,
         ),
         Metric("acceptance", lambda r: r.tokens.acceptance, "share", "draft acceptance", "higher"),
     )
-}  # fmt: skip
+}
 COMPARED = tuple(metric.name for metric in METRICS.values() if metric.compared)
 
 
@@ -68,7 +118,11 @@ def metric_value(record: RequestRecord, metric: str) -> MetricValue:
     """Return a request's value of a metric, or its list of values; None without one. Token metrics need the server's own count."""
     definition = METRICS[metric]
     value = definition.value(record)
-    return None if value in (None, []) or (definition.server_counted and record.tokens.tokens_estimated) else value
+    return (
+        None
+        if value in (None, []) or (definition.server_counted and record.tokens.tokens_estimated)
+        else value
+    )
 
 
 def three_digits(value: float, sign: str = "") -> str:

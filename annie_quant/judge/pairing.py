@@ -32,22 +32,35 @@ def is_complete(answer: Answer | RecordedAnswer) -> bool:
 
 def deciding(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:
     """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
-    return {gate: ok for gate, ok in row.items() if gate not in workload.informative} if is_complete(answer) else {}
+    return (
+        {gate: ok for gate, ok in row.items() if gate not in workload.informative}
+        if is_complete(answer)
+        else {}
+    )
 
 
 def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:
     """Return the reference's checks of an answer, those that compare with itself taken from its answer in a second arithmetic."""
-    return {gate: noisy.get(gate, False) if gate in REFERENCE_GATES else ok for gate, ok in row.items()}
+    return {
+        gate: noisy.get(gate, False) if gate in REFERENCE_GATES else ok for gate, ok in row.items()
+    }
 
 
-def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
+def checks_by_prompt(
+    records: Sequence[RequestRecord], greedy: Collection[str]
+) -> dict[Hashable, dict[str, bool]]:
     """Return one backend's checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
     return {unit: checks for unit, (checks, _) in _by_prompt(records, greedy).items()}
 
 
-def deciding_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
+def deciding_by_prompt(
+    records: Sequence[RequestRecord], greedy: Collection[str]
+) -> dict[Hashable, dict[str, bool]]:
     """Return checks_by_prompt for pairs: an answer that is not complete has none, so that it fails all of its reference's."""
-    return {unit: checks if complete else {} for unit, (checks, complete) in _by_prompt(records, greedy).items()}
+    return {
+        unit: checks if complete else {}
+        for unit, (checks, complete) in _by_prompt(records, greedy).items()
+    }
 
 
 def _by_prompt(
@@ -59,7 +72,11 @@ def _by_prompt(
     for record in records:
         unit: tuple[Hashable, ...] = record.prompt
         if record.workload not in greedy:
-            unit = (*record.prompt, record.load.level.label, repeats[record.prompt, record.load.level.label])
+            unit = (
+                *record.prompt,
+                record.load.level.label,
+                repeats[record.prompt, record.load.level.label],
+            )
             repeats[record.prompt, record.load.level.label] += 1
         merged, complete = answers.get(unit, ({}, True))
         for gate, passed in record.judgement.checks.items():
@@ -88,10 +105,16 @@ def has_label(row: Checks) -> bool:
 
 def _labelled_first(row: Checks) -> Checks:
     labelled = has_label(row)
-    return {gate: passed for gate, passed in row.items() if not (labelled and decides(gate) and GATES[gate].two_sided)}
+    return {
+        gate: passed
+        for gate, passed in row.items()
+        if not (labelled and decides(gate) and GATES[gate].two_sided)
+    }
 
 
-def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, PairedGate], PooledGates | None]:
+def pair_checks(
+    pairs: Iterable[tuple[Checks, Checks]],
+) -> tuple[dict[str, PairedGate], PooledGates | None]:
     """Return (gate → counts, all deciding gates together) of (reference's checks, checkpoint's checks) per prompt.
 
     A gate that the second does not have fails there. The pooled gates are None where no deciding gate applies. Gates that
@@ -109,13 +132,18 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
             row[3] += passed or gate in REFERENCE_GATES
         if (change := change_of(old, new)) is not None:
             changes.append(change)
-    gates = {gate: PairedGate(n, lost, won, passed=passed) for gate, (n, lost, won, passed) in sorted(counts.items())}
+    gates = {
+        gate: PairedGate(n, lost, won, passed=passed)
+        for gate, (n, lost, won, passed) in sorted(counts.items())
+    }
     return gates, pool(changes) if changes else None
 
 
 def change_of(old: Checks, new: Checks) -> Change | None:
     """Return how an answer changed by the gates of the pooled verdict; None where none of them applies."""
-    deciding = [g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
+    deciding = [
+        g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
+    ]
     if not deciding:
         return None
     whole = all(new.get(g, False) for g in deciding) - all(old[g] for g in deciding)
@@ -127,11 +155,19 @@ def pool(changes: Sequence[Change]) -> PooledGates:
     p_largest, p_fisher, p = sign_flips([change for change in changes if change[1]])
     lost, won = (sum(whole == sign for whole, _ in changes) for sign in (-1, 1))
     return PooledGates(
-        n=len(changes), lost=lost, won=won, p_sum=mcnemar(lost, won), p_largest=p_largest, p_fisher=p_fisher, p=p
+        n=len(changes),
+        lost=lost,
+        won=won,
+        p_sum=mcnemar(lost, won),
+        p_largest=p_largest,
+        p_fisher=p_fisher,
+        p=p,
     )
 
 
-def sign_flips(changes: Sequence[Change], flips: int = FLIPS, seed: int = 0) -> tuple[float, float, float]:
+def sign_flips(
+    changes: Sequence[Change], flips: int = FLIPS, seed: int = 0
+) -> tuple[float, float, float]:
     """Return p of the largest loss of a gate, of Fisher's combination of all gates, and of all tests together (one-sided).
 
     Without a difference between the sides each answer's changes have either sign with the same probability, all gates of the
@@ -147,9 +183,13 @@ def sign_flips(changes: Sequence[Change], flips: int = FLIPS, seed: int = 0) -> 
     # The order of the answers does not matter.
     changes = sorted(changes, key=lambda change: (change[0], sorted(change[1].items())))
     # Sums of numbers up to MOST_N are exact in float32, whose products are several times as fast as those of integers.
-    matrix = np.array([[whole, *(change.get(g, 0) for g in gates)] for whole, change in changes], dtype=np.float32)
+    matrix = np.array(
+        [[whole, *(change.get(g, 0) for g in gates)] for whole, change in changes], dtype=np.float32
+    )
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
-    sums = np.vstack([matrix.sum(0), signs.astype(np.float32) @ matrix])  # won - lost; the first row is observed
+    sums = np.vstack(
+        [matrix.sum(0), signs.astype(np.float32) @ matrix]
+    )  # won - lost; the first row is observed
     whole, sums, n_changed = sums[:, 0], sums[:, 1:], np.abs(matrix[:, 1:]).sum(0)
     fisher = np.zeros(len(sums))
     for column, total in enumerate(n_changed.astype(int)):
@@ -166,8 +206,12 @@ def sign_flips(changes: Sequence[Change], flips: int = FLIPS, seed: int = 0) -> 
 # What bf16 itself does not do cannot be lost, and what it did in few answers was hardly looked at. A behaviour is tested by a gate
 # that bf16 passes in at least LEAST_ANSWERS prompts: so many without a loss keep at a margin of 5 points.
 
-LEAST_ANSWERS = 52  # without a loss: score_interval(0, 0, 52) is above -0.05, score_interval(0, 0, 51) is not
-RARE_ANSWERS = 10  # of a behaviour that bf16 shows so rarely that more of the same prompts would not test it
+LEAST_ANSWERS = (
+    52  # without a loss: score_interval(0, 0, 52) is above -0.05, score_interval(0, 0, 51) is not
+)
+RARE_ANSWERS = (
+    10  # of a behaviour that bf16 shows so rarely that more of the same prompts would not test it
+)
 LEAST_SHARE = 0.1  # of its prompts: what bf16 passes less often tests nothing
 
 
@@ -181,7 +225,10 @@ def is_tested(name: str, gate: PairedGate) -> bool:
 def answers_per_behaviour(members: Iterable[Mapping[str, PairedGate]]) -> dict[str, int]:
     """Return for each behaviour the answers of the reference that show it, by the gate with most; the least of all members."""
     tables = [_answers(gates) for gates in members]
-    return {behaviour: min((table[behaviour] for table in tables), default=0) for behaviour in BEHAVIOURS}
+    return {
+        behaviour: min((table[behaviour] for table in tables), default=0)
+        for behaviour in BEHAVIOURS
+    }
 
 
 def _answers(gates: Mapping[str, PairedGate]) -> dict[str, int]:
@@ -189,15 +236,26 @@ def _answers(gates: Mapping[str, PairedGate]) -> dict[str, int]:
     for name, gate in gates.items():
         if decides(name):
             for behaviour in GATES[name].behaviours:
-                answers[behaviour] = max(answers[behaviour], gate.n if gate.passed is None else gate.passed)
+                answers[behaviour] = max(
+                    answers[behaviour], gate.n if gate.passed is None else gate.passed
+                )
     return answers
 
 
 def unmet_labels(members: Iterable[Mapping[str, PairedGate]]) -> list[str]:
     """Return the labelled gates that the reference passes too rarely, each with its counts; they test and keep nothing."""
-    labelled = ((n, gate) for gates in members for n, gate in gates.items() if decides(n) and GATES[n].basis == "label")
+    labelled = (
+        (n, gate)
+        for gates in members
+        for n, gate in gates.items()
+        if decides(n) and GATES[n].basis == "label"
+    )
     unmet = ((GATES[n].title, gate) for n, gate in labelled if gate.n and not is_tested(n, gate))
-    return list(dict.fromkeys(f"{title} (the reference passes {gate.passed} of {gate.n})" for title, gate in unmet))
+    return list(
+        dict.fromkeys(
+            f"{title} (the reference passes {gate.passed} of {gate.n})" for title, gate in unmet
+        )
+    )
 
 
 def describe_coverage(answers: Mapping[str, int], unmet: Sequence[str] = ()) -> str:
@@ -209,5 +267,8 @@ def describe_coverage(answers: Mapping[str, int], unmet: Sequence[str] = ()) -> 
     for behaviour, n in answers.items():
         if n < LEAST_ANSWERS:
             by_number.setdefault(n, []).append(behaviour)
-    behaviours = [f"{', '.join(names)} ({n} answer{'' if n == 1 else 's'})" for n, names in sorted(by_number.items())]
+    behaviours = [
+        f"{', '.join(names)} ({n} answer{'' if n == 1 else 's'})"
+        for n, names in sorted(by_number.items())
+    ]
     return ", ".join([*unmet, *behaviours])

@@ -87,7 +87,10 @@ def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
     shared = [key for key in before if key in after]
     same = [key for key in shared if before[key].identity == after[key].identity]
     other = len(shared) - len(same)
-    left_out = {"in one run only": len(before.keys() ^ after.keys()), "another prompt or target": other}
+    left_out = {
+        "in one run only": len(before.keys() ^ after.keys()),
+        "another prompt or target": other,
+    }
     if not same:
         message = f"{bf16} and {quantized} have no sample in common"
         raise UsageError(message, "run the same --tasks with the same options twice")
@@ -96,12 +99,17 @@ def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
         task, name, _ = key
         for metric, value in before[key].values.items():
             if metric in after[key].values:
-                groups.setdefault((task, metric, name), []).append((value, after[key].values[metric]))
+                groups.setdefault((task, metric, name), []).append(
+                    (value, after[key].values[metric])
+                )
     rows = [row for names, pairs in groups.items() if (row := compare_metric(*names, pairs, seed))]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
     return Retention(
-        bf16=str(bf16), quantized=str(quantized), rows=rows, left_out={k: n for k, n in left_out.items() if n}
+        bf16=str(bf16),
+        quantized=str(quantized),
+        rows=rows,
+        left_out={k: n for k, n in left_out.items() if n},
     )
 
 
@@ -115,13 +123,19 @@ def read_samples(run: Path) -> dict[Key, ScoredSample]:
             try:
                 raw = json.loads(line)
                 key = (task, str(raw.get("filter", "none")), str(raw["doc_id"]))
-                identity = tuple(str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
-                samples[key] = ScoredSample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
+                identity = tuple(
+                    str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash")
+                )
+                samples[key] = ScoredSample(
+                    identity, {m: raw[m] for m in raw["metrics"] if m in raw}
+                )
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 message = f"{file}, line {number}: not a sample of lm-eval"
                 raise UsageError(message, "lm-eval --log_samples writes them") from None
     if not samples:
-        raise UsageError(f"{run} has no samples of lm-eval", "run lm-eval with --log_samples --output_path")
+        raise UsageError(
+            f"{run} has no samples of lm-eval", "run lm-eval with --log_samples --output_path"
+        )
     return samples
 
 
@@ -140,7 +154,9 @@ def compare_metric(
 
     weighted = all(_is_weighted(value) for pair in pairs for value in pair)
     # bits_per_byte is the logarithm of byte_perplexity, from the same values.
-    if metric == "bits_per_byte" or not (weighted or all(_is_number(value) for pair in pairs for value in pair)):
+    if metric == "bits_per_byte" or not (
+        weighted or all(_is_number(value) for pair in pairs for value in pair)
+    ):
         return None
     values = np.array(pairs, dtype=np.float64).reshape(len(pairs), -1)
 
@@ -152,12 +168,21 @@ def compare_metric(
 
     before, after = map(float, scores(values.mean(0)))
     row = RetentionRow(
-        task=task, metric=metric, filter=name, n=len(pairs), bf16=before, quantized=after, difference=after - before
+        task=task,
+        metric=metric,
+        filter=name,
+        n=len(pairs),
+        bf16=before,
+        quantized=after,
+        difference=after - before,
     )
     means = _resampled(values, seed)
     resampled = None if means is None else scores(means)
     if not weighted and set(np.unique(values)) <= {0.0, 1.0}:
-        row.lost, row.won = int((values[:, 0] > values[:, 1]).sum()), int((values[:, 0] < values[:, 1]).sum())
+        row.lost, row.won = (
+            int((values[:, 0] > values[:, 1]).sum()),
+            int((values[:, 0] < values[:, 1]).sum()),
+        )
         row.low, row.high = score_interval(row.lost, row.won, row.n, 0.95)
         row.p = mcnemar(row.lost, row.won)
     elif resampled is not None:
@@ -176,7 +201,12 @@ def _is_number(value: object) -> bool:
 
 def _is_weighted(value: object) -> bool:
     """Return whether a value is (log-likelihood, words or bytes), as lm-eval stores perplexities."""
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)) and value[1] > 0
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and value[1] > 0
+    )
 
 
 def _resampled(values: Floats, seed: int) -> Floats | None:
@@ -202,12 +232,22 @@ def _quantiles(values: Floats) -> tuple[float, float]:
 
 def lines(table: Retention) -> Iterator[str]:
     """Yield the table as text, at most 80 columns where names are short."""
-    head = ("task", "metric", "n", "bf16", "quant.", "difference (95 %)", "retention (95 %)", "lost/won")
+    head = (
+        "task",
+        "metric",
+        "n",
+        "bf16",
+        "quant.",
+        "difference (95 %)",
+        "retention (95 %)",
+        "lost/won",
+    )
     rows = [head, *(_cells(row) for row in table.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     for row in rows:
         yield " ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
 
 
@@ -221,7 +261,16 @@ def _cells(row: RetentionRow) -> tuple[str, ...]:
         share += f" ({100 * row.retention_low:.1f} {100 * row.retention_high:.1f})"
     metric = row.metric if row.filter in ("none", "") else f"{row.metric},{row.filter}"
     changed = "–" if row.lost is None else f"{row.lost}/{row.won}"
-    return row.task, metric, str(row.n), f"{row.bf16:.4g}", f"{row.quantized:.4g}", difference, share, changed
+    return (
+        row.task,
+        metric,
+        str(row.n),
+        f"{row.bf16:.4g}",
+        f"{row.quantized:.4g}",
+        difference,
+        share,
+        changed,
+    )
 
 
 def summary(table: Retention) -> Iterator[str]:

@@ -46,7 +46,9 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         ]
     for name, n in sorted(expected.items()):
         if name not in called:
-            lines.append(f"{name} is never called by bf16 itself ({n} prompts): nothing about it can be judged")
+            lines.append(
+                f"{name} is never called by bf16 itself ({n} prompts): nothing about it can be judged"
+            )
     return lines
 
 
@@ -56,7 +58,9 @@ def expected_tools(case: Case) -> list[str]:
     names = [str(expect["tool"])] if expect.get("tool") else []
     names += [str(name) for call in expect.get("calls") or () for name in call]
     logged = expect.get("logged")
-    return names + [str(name) for name in (logged.get("calls") or () if isinstance(logged, Mapping) else ())]
+    return names + [
+        str(name) for name in (logged.get("calls") or () if isinstance(logged, Mapping) else ())
+    ]
 
 
 LEAST_ANSWERS = 60  # a gate without a changed answer keeps from 52 on (judge/decision/rule.py)
@@ -68,14 +72,21 @@ def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
 
     reference: bf16's gates over n prompts per gate. A gate that is too rare to be judged (advisory) does not count.
     """
-    fewest = min((g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n), default=n)
+    fewest = min(
+        (g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n),
+        default=n,
+    )
     if n < LEAST_ANSWERS or fewest >= LEAST_ANSWERS:
         return n
     return min(MOST_PROMPTS * n, math.ceil(n * LEAST_ANSWERS / fewest))
 
 
 # An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer in words or with a call.
-ANSWER = Answer(text="These are the words of an answer that is in English.", finish_reason="stop", completion_tokens=12)
+ANSWER = Answer(
+    text="These are the words of an answer that is in English.",
+    finish_reason="stop",
+    completion_tokens=12,
+)
 REFERENCES = (ANSWER, replace(ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}]))
 
 
@@ -106,7 +117,9 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
                 continue
             case = deck[index]
             gates = applying(workload, case)
-            if turns[workload.name] < least or any(counted[g] < n_per_gate for g in gates if decides(g)):
+            if turns[workload.name] < least or any(
+                counted[g] < n_per_gate for g in gates if decides(g)
+            ):
                 chosen[workload.name].append(case)
                 counted += gates
                 turns[workload.name] += case.n_turns
@@ -131,7 +144,9 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
         at_turn = case.at_turn(turn)
         cases = (replace(at_turn, reference=reference) for reference in REFERENCES)
         names = {name for judged in cases for name in checks(ANSWER, judged, workload)}
-        if "same_arguments" in names:  # the stand-in for bf16's call fits no schema, and is one call
+        if (
+            "same_arguments" in names
+        ):  # the stand-in for bf16's call fits no schema, and is one call
             names |= {"same_validity", "same_several"} & {*workload.gates, *IMPLIED}
         gates.update(names)
     return gates
@@ -139,4 +154,6 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
 
 def answers_per_gate(workloads: Sequence[Workload]) -> Counter[str]:
     """Return how many answers each gate judges when all cases are used."""
-    return sum((applying(workload, case) for workload in workloads for case in workload.cases), Counter())
+    return sum(
+        (applying(workload, case) for workload in workloads for case in workload.cases), Counter()
+    )

@@ -41,7 +41,9 @@ def wilson(passes: float, n: int, confidence: float = 0.95) -> tuple[float, floa
     centre = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     # At 0 and n the formula gives exactly 0 and 1; rounding would miss them.
-    return (0.0 if passes == 0 else max(0.0, centre - half)), (1.0 if passes == n else min(1.0, centre + half))
+    return (0.0 if passes == 0 else max(0.0, centre - half)), (
+        1.0 if passes == n else min(1.0, centre + half)
+    )
 
 
 def median_interval(
@@ -74,7 +76,11 @@ def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[
     """Return float64 [n_prompts, 2]: each shared prompt's median on both sides, in a's order."""
     import numpy as np
 
-    rows = [(statistics.median(a[p]), statistics.median(b[p])) for p in a if p in b and len(a[p]) and len(b[p])]
+    rows = [
+        (statistics.median(a[p]), statistics.median(b[p]))
+        for p in a
+        if p in b and len(a[p]) and len(b[p])
+    ]
     return np.asarray(rows, dtype=np.float64).reshape(-1, 2)
 
 
@@ -107,7 +113,9 @@ def compare(
         return result
     result.low, result.high = median_interval(differences, confidence, resamples, seed)
     result.p, result.test = _test(differences)
-    result.n_to_decide = prompts_to_decide(float(np.std(differences, ddof=1)), float(differences.mean()))
+    result.n_to_decide = prompts_to_decide(
+        float(np.std(differences, ddof=1)), float(differences.mean())
+    )
     return result
 
 
@@ -177,14 +185,18 @@ MOST_N = 1_000_000
 
 
 @lru_cache(1 << 16)  # a search and a simulation ask for few different counts
-def score_interval(lost: float, won: float, n: float, confidence: float = 0.9) -> tuple[float, float]:
+def score_interval(
+    lost: float, won: float, n: float, confidence: float = 0.9
+) -> tuple[float, float]:
     """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
 
     Both bounds are differences whose score test, with the other probabilities at their maximum likelihood under that
     difference, has the normal quantile of the confidence.
     """
     if min(lost, won) < 0 or lost + won > n * (1 + 1e-9):
-        raise ValueError(f"lost and won must be counts with a sum up to n, got {lost}, {won} of {n}")
+        raise ValueError(
+            f"lost and won must be counts with a sum up to n, got {lost}, {won} of {n}"
+        )
     if n == 0:
         return -1.0, 1.0
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -280,7 +292,9 @@ def detectable_loss(n: int, discordant: float, level: float) -> float | None:
     low, high = 0.0, 1.0 - 2 * discordant
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if _power(n, discordant, middle, level) >= POWER else (middle, high)
+        low, high = (
+            (low, middle) if _power(n, discordant, middle, level) >= POWER else (middle, high)
+        )
     return high
 
 

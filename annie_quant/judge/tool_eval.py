@@ -40,12 +40,18 @@ class Played:
 
 def load() -> Workload:
     """Return the scenarios. Raises EnvironmentFault where the package, or one of its imports, is not installed."""
-    scenarios, tools = _package("evals.scenarios").ALL_SCENARIOS, _package("domain.tools").UNIVERSAL_TOOLS
+    scenarios, tools = (
+        _package("evals.scenarios").ALL_SCENARIOS,
+        _package("domain.tools").UNIVERSAL_TOOLS,
+    )
     version = _package("").__version__
     cases = [
         Case(
             id=s.id,
-            messages=tuple({"role": "user", "content": text} for text in (s.user_message, *s.follow_up_messages)),
+            messages=tuple(
+                {"role": "user", "content": text}
+                for text in (s.user_message, *s.follow_up_messages)
+            ),
             tools=tuple(tools if s.tools_override is None else s.tools_override),
             category=s.category.value,
         )
@@ -53,19 +59,38 @@ def load() -> Workload:
     ]
     described = f"The scenarios of {NAME} {version}, played and scored by the package"
     return Workload(
-        NAME, described, None, None, None, thinking=False, max_tokens=1, temperature=0.0, gates=(GATE,), cases=tuple(cases),
-        sha256=version, default=False,
-    )  # fmt: skip
+        NAME,
+        described,
+        None,
+        None,
+        None,
+        thinking=False,
+        max_tokens=1,
+        temperature=0.0,
+        gates=(GATE,),
+        cases=tuple(cases),
+        sha256=version,
+        default=False,
+    )
 
 
-def play(scenario_id: str, url: str, model: str | None, api_key: str | None, timeout_s: float) -> Played:
+def play(
+    scenario_id: str, url: str, model: str | None, api_key: str | None, timeout_s: float
+) -> Played:
     """Play one scenario with the package's own runner. url: the server's root."""
     api, scenarios = _package("api"), _package("evals.scenarios").ALL_SCENARIOS
     scenario = next(s for s in scenarios if s.id == scenario_id)
     run = api.run_benchmark(
-        model=model or "default", base_url=url, backend="openai", api_key=api_key, scenarios=[scenario], timeout_seconds=timeout_s,
-        persist=False, probe_engine=False, wire_format="openai",
-    )  # fmt: skip
+        model=model or "default",
+        base_url=url,
+        backend="openai",
+        api_key=api_key,
+        scenarios=[scenario],
+        timeout_seconds=timeout_s,
+        persist=False,
+        probe_engine=False,
+        wire_format="openai",
+    )
     with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a running event loop
         result = pool.submit(asyncio.run, run).result()["scores"]["scenario_results"][0]
     kinds = _package("domain.scenarios").INFRASTRUCTURE_FAILURE_KINDS

@@ -30,7 +30,9 @@ BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have, where it does not
 _WHO = "Mara Jonas Ines Tomas Petra Luka Vera Oskar Nadia Emil Rosa Felix Hanna Milan Klara Anton"
 _DID = "moved counted painted sorted repaired borrowed measured carried cleaned packed opened stacked labelled returned"
 _WHAT = "boxes chairs lamps ropes maps jars tiles bricks books cables plates coats tools crates shelves buckets"
-_KIND = "old blue heavy small wooden spare green broken round dusty narrow plain bright empty grey long"
+_KIND = (
+    "old blue heavy small wooden spare green broken round dusty narrow plain bright empty grey long"
+)
 _WHERE = "garden cellar attic harbour workshop market station library kitchen barn office bridge yard tower"
 _WHEN = "on Monday; on Friday; before noon; after lunch; last week; in March; at dawn; in the rain; without help"
 
@@ -85,7 +87,15 @@ Turn = str | Mapping[str, Any]
 NO_RESULT = '{"error": "no result"}'
 
 # Fields of a request's body that a workload sets itself.
-RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature", "chat_template_kwargs")
+RESERVED = (
+    "model",
+    "messages",
+    "tools",
+    "stream",
+    "max_tokens",
+    "temperature",
+    "chat_template_kwargs",
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +232,12 @@ class Workload:
         return head + history
 
     def request(
-        self, case: Case, turn: int = 0, answers: Sequence[Message] = (), model: str | None = None, unique: str = ""
+        self,
+        case: Case,
+        turn: int = 0,
+        answers: Sequence[Message] = (),
+        model: str | None = None,
+        unique: str = "",
     ) -> JsonObject:
         """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34).
 
@@ -250,7 +265,13 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     is expected of the answer and the token limit are not part of it.
     """
     later = [step.blocks for step in case.steps[1:]] or case.turns[1:]
-    content = [workload.messages(case), later, workload.tools_for(case), workload.thinking, workload.extra]
+    content = [
+        workload.messages(case),
+        later,
+        workload.tools_for(case),
+        workload.thinking,
+        workload.extra,
+    ]
     text = json.dumps(_shown(content), sort_keys=True, default=dict, ensure_ascii=False)
     return sha256_text(re.sub(r"\\[nrt]|\s", "", text))
 
@@ -289,19 +310,30 @@ def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int
         for case in workload.cases:
             prompt = prompt_sha256(case, workload)
             if prompt not in first:
-                first[prompt], gates[prompt], informative[prompt] = (index, case), workload.gates, workload.informative
+                first[prompt], gates[prompt], informative[prompt] = (
+                    (index, case),
+                    workload.gates,
+                    workload.informative,
+                )
                 continue
             at, original = first[prompt]
             if any(original.expect.get(key, value) != value for key, value in case.expect.items()):
                 continue
             most = max(workloads[at].max_tokens_for(original), workload.max_tokens_for(case))
-            first[prompt] = at, replace(original, expect={**original.expect, **case.expect}, max_tokens=most)
-            deciding = {*gates[prompt]} - {*informative[prompt]} | {*workload.gates} - {*workload.informative}
+            first[prompt] = (
+                at,
+                replace(original, expect={**original.expect, **case.expect}, max_tokens=most),
+            )
+            deciding = {*gates[prompt]} - {*informative[prompt]} | {*workload.gates} - {
+                *workload.informative
+            }
             gates[prompt] = tuple(dict.fromkeys((*gates[prompt], *workload.gates)))
             informative[prompt] = tuple(gate for gate in gates[prompt] if gate not in deciding)
     result = []
     for index, workload in enumerate(workloads):
-        parts: dict[tuple[tuple[str, ...], ...], list[Case]] = {(workload.gates, workload.informative): []}
+        parts: dict[tuple[tuple[str, ...], ...], list[Case]] = {
+            (workload.gates, workload.informative): []
+        }
         for prompt, (at, case) in first.items():
             if at == index:
                 parts.setdefault((gates[prompt], informative[prompt]), []).append(case)
@@ -329,7 +361,9 @@ def with_results(history: Sequence[Message], results: Sequence[Message]) -> list
     last = dict(history[-1])
     calls = [dict(call) for call in last.get("tool_calls") or ()]
     if not calls:
-        recorded = [{"name": r["name"], "arguments": _json_text(r.get("arguments") or {})} for r in results]
+        recorded = [
+            {"name": r["name"], "arguments": _json_text(r.get("arguments") or {})} for r in results
+        ]
         calls = [{"type": "function", "function": function} for function in recorded]
         last = {"role": "assistant", "content": ""}
     left = list(results)
@@ -341,5 +375,7 @@ def with_results(history: Sequence[Message], results: Sequence[Message]) -> list
             left.remove(match)
         call.setdefault("id", f"call_{len(history)}_{index}")
         content = match["content"] if match is not None else NO_RESULT
-        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+        messages.append(
+            {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+        )
     return [*map(dict, history[:-1]), {**last, "tool_calls": calls}, *messages]

@@ -33,7 +33,9 @@ from annie_quant.models.family import (
 def families() -> tuple[Family, ...]:
     """Return every family of this package."""
     modules = [import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__)]
-    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Family))
+    return tuple(
+        value for module in modules for value in vars(module).values() if isinstance(value, Family)
+    )
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -44,7 +46,8 @@ def family_of(config: Mapping[str, object]) -> Family:
             return family
     known = ", ".join(t for f in families() for t in f.model_types)
     raise CheckpointError(
-        f"config.json: model_type {str(kind)[:40]!r} is not a known family", f"known model types: {known}"
+        f"config.json: model_type {str(kind)[:40]!r} is not a known family",
+        f"known model types: {known}",
     )
 
 
@@ -70,10 +73,19 @@ def _default() -> Family:
 
     # Its layers include the dense ones, and the mixture has its norms.
     return replace(
-        qwen3_5.FAMILY, name="unknown", text=Form("", ""), multimodal=None, gguf=None, published={}, position_axes=1
+        qwen3_5.FAMILY,
+        name="unknown",
+        text=Form("", ""),
+        multimodal=None,
+        gguf=None,
+        published={},
+        position_axes=1,
     )
 
 
 def is_log_decay(name: str) -> bool:
     """Return whether a tensor holds a DeltaNet layer's log(A), in which minus infinity is a valid value."""
-    return any(f.deltanet is not None and f".{name}".endswith(f".{f.deltanet.log_decay}") for f in families())
+    return any(
+        f.deltanet is not None and f".{name}".endswith(f".{f.deltanet.log_decay}")
+        for f in families()
+    )

@@ -67,8 +67,15 @@ QWEN_EXPERTS = Experts(
 )
 # ModelOpt's default exclusions that concern every family: head, embedding, routers, vision, multi-token prediction.
 COMMON_UNQUANTIZED = (
-    "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",
-)  # fmt: skip
+    "*lm_head",
+    "*embed_tokens*",
+    "*mlp.gate",
+    "*router*",
+    "*shared_expert_gate",
+    "mtp.*",
+    "*visual*",
+    "*vision*",
+)
 
 
 def dense_family(
@@ -85,9 +92,13 @@ def dense_family(
     class_name, model_type: as config.json names them.
     interleaved, tensor_scales: fields of GGUFNames.
     """
-    names = GGUFNames(model_type, GGUF_TOP, GGUF_LAYER, {}, interleaved or {}, tensor_scales=tensor_scales)
+    names = GGUFNames(
+        model_type, GGUF_TOP, GGUF_LAYER, {}, interleaved or {}, tensor_scales=tensor_scales
+    )
     form = Form(class_name, model_type)
-    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)
+    return Family(
+        name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names
+    )
 
 
 # Biases: Llama's `attention_bias` and `mlp_bias` add them to all linears; Qwen2 has them on queries, keys and values.
@@ -95,7 +106,10 @@ LLAMA = dense_family(
     "Llama",
     "LlamaForCausalLM",
     "llama",
-    interleaved={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
+    interleaved={
+        "self_attn.q_proj": "num_attention_heads",
+        "self_attn.k_proj": "num_key_value_heads",
+    },
 )
 QWEN2 = dense_family("Qwen2", "Qwen2ForCausalLM", "qwen2", tensor_scales=False)
 QWEN3 = dense_family("Qwen3", "Qwen3ForCausalLM", "qwen3")
@@ -115,7 +129,12 @@ QWEN3_MOE = replace(
 GEMMA3 = Family(
     name="Gemma 3",
     text=Form("Gemma3ForCausalLM", "gemma3_text"),
-    inputs=(ATTENTION_INPUT, LinearInput(MLP, "pre_feedforward_layernorm", "norm"), MLP_OUTPUT, ATTENTION_OUTPUT),
+    inputs=(
+        ATTENTION_INPUT,
+        LinearInput(MLP, "pre_feedforward_layernorm", "norm"),
+        MLP_OUTPUT,
+        ATTENTION_OUTPUT,
+    ),
     fused=DENSE_FUSED,
     kinds=DENSE_KINDS,
     unquantized=COMMON_UNQUANTIZED,

@@ -121,7 +121,9 @@ class Experts:
         layer, rest = match[1], match[2]
         number, _, linear = rest[len(self.module) + 1 :].partition(".")
         linear = linear.partition(".")[0]
-        valid = number.isdecimal() and number.isascii() and len(number) < 7 and linear in self.linears
+        valid = (
+            number.isdecimal() and number.isascii() and len(number) < 7 and linear in self.linears
+        )
         return (layer, int(number), linear) if valid else None
 
     def merged_part(self, name: str) -> tuple[str, str] | None:
@@ -301,7 +303,9 @@ class Family:
         for name in sorted(names):
             if self.experts and (expert := self.experts.split(name)):
                 if expert[2] in self.experts.fused:
-                    groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(name)
+                    groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(
+                        name
+                    )
                 continue
             for members in self.fused.values():
                 member = next((m for m in members if f".{name}".endswith(f".{m}")), None)
@@ -322,7 +326,10 @@ class Family:
                 experts.setdefault(expert[0], []).append(name)
             else:
                 others.append(name)
-        return [*self.fused_groups(others), *(group for group in experts.values() if len(group) > 1)]
+        return [
+            *self.fused_groups(others),
+            *(group for group in experts.values() if len(group) > 1),
+        ]
 
     def largest_of_input(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return module → the largest value of the linears whose activations servers round with one scale.

@@ -13,12 +13,25 @@ from dataclasses import replace
 from typing import Any
 
 from annie_quant.models import dense
-from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput, ModelSize
+from annie_quant.models.family import (
+    GGUF_MLP,
+    DeltaNet,
+    Family,
+    Form,
+    GGUFNames,
+    LinearInput,
+    ModelSize,
+)
 
 DELTANET = DeltaNet(
     mixed=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),
     value_rows=("linear_attn.in_proj_z",),
-    per_head=("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.A_log", "linear_attn.dt_bias"),
+    per_head=(
+        "linear_attn.in_proj_a",
+        "linear_attn.in_proj_b",
+        "linear_attn.A_log",
+        "linear_attn.dt_bias",
+    ),
     output="linear_attn.out_proj",
     log_decay="linear_attn.A_log",
     convolution="linear_attn.conv1d",
@@ -86,7 +99,12 @@ FAMILY = Family(
     inputs=(
         dense.ATTENTION_INPUT,
         LinearInput(
-            ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+            (
+                "linear_attn.in_proj_qkv",
+                "linear_attn.in_proj_z",
+                "linear_attn.in_proj_b",
+                "linear_attn.in_proj_a",
+            ),
             "input_layernorm",
             "norm",
         ),
@@ -95,12 +113,20 @@ FAMILY = Family(
         dense.MLP_OUTPUT,
         dense.ATTENTION_OUTPUT,  # its input passes a gate, too
     ),
-    fused={**dense.DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+    fused={
+        **dense.DENSE_FUSED,
+        "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    },
     kinds={
         **dense.DENSE_KINDS,
         "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*"),
     },
-    unquantized=(*dense.COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
+    unquantized=(
+        *dense.COMMON_UNQUANTIZED,
+        "*linear_attn.conv1d",
+        "*linear_attn.in_proj_a",
+        "*linear_attn.in_proj_b",
+    ),
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
     position_axes=3,
@@ -156,7 +182,8 @@ MOE = replace(
         LinearInput(dense.SHARED_EXPERT, "post_attention_layernorm", "norm", searched=False),
         LinearInput(("mlp.shared_expert.down_proj",), "mlp.shared_expert.up_proj", "rows"),
     ),
-    fused={k: v for k, v in FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": dense.SHARED_EXPERT},
+    fused={k: v for k, v in FAMILY.fused.items() if k != "gate_up_proj"}
+    | {"gate_up_proj": dense.SHARED_EXPERT},
     gguf=GGUF.with_experts("qwen35moe", EXPERTS),
     published={},
     experts=EXPERTS,
@@ -175,9 +202,21 @@ def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     mlp, shared = s.intermediate_size, s.shared_expert_intermediate_size
     attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
     rows: list[tuple[str, tuple[int | None, ...], list[str]]] = [
-        ("vocab_size and hidden_size", (s.vocab_size, hidden), ["embed_tokens.weight", "lm_head.weight"]),
-        ("hidden_size", (hidden,), ["norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"]),
-        ("intermediate_size and hidden_size", (mlp, hidden), ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+        (
+            "vocab_size and hidden_size",
+            (s.vocab_size, hidden),
+            ["embed_tokens.weight", "lm_head.weight"],
+        ),
+        (
+            "hidden_size",
+            (hidden,),
+            ["norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"],
+        ),
+        (
+            "intermediate_size and hidden_size",
+            (mlp, hidden),
+            ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        ),
         ("intermediate_size and hidden_size", (hidden, mlp), ["mlp.down_proj.weight"]),
         (attention, (None, hidden), ["self_attn.q_proj.weight"]),  # with or without its gate
         (attention, (kv * width, hidden), ["self_attn.k_proj.weight", "self_attn.v_proj.weight"]),
@@ -193,17 +232,28 @@ def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
         (deltanet, (hidden, values), ["linear_attn.out_proj.weight"]),
         (deltanet, (mixed, None, s.linear_conv_kernel_dim), ["linear_attn.conv1d.weight"]),
         ("linear_value_head_dim", (s.linear_value_head_dim,), ["linear_attn.norm.weight"]),
-        ("linear_num_value_heads", (s.linear_num_value_heads,), ["linear_attn.A_log", "linear_attn.dt_bias"]),
+        (
+            "linear_num_value_heads",
+            (s.linear_num_value_heads,),
+            ["linear_attn.A_log", "linear_attn.dt_bias"],
+        ),
     ]
     if s.num_experts is not None:
-        fields, expert = "num_experts, moe_intermediate_size and hidden_size", s.moe_intermediate_size
+        fields, expert = (
+            "num_experts, moe_intermediate_size and hidden_size",
+            s.moe_intermediate_size,
+        )
         of_shared = "shared_expert_intermediate_size and hidden_size"
         rows += [
             ("num_experts and hidden_size", (s.num_experts, hidden), ["mlp.gate.weight"]),
             ("hidden_size", (1, hidden), ["mlp.shared_expert_gate.weight"]),
             (fields, (expert, hidden), ["mlp.experts.gate_proj", "mlp.experts.up_proj"]),
             (fields, (hidden, expert), ["mlp.experts.down_proj"]),
-            (of_shared, (shared, hidden), ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"]),
+            (
+                of_shared,
+                (shared, hidden),
+                ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"],
+            ),
             (of_shared, (hidden, shared), ["mlp.shared_expert.down_proj.weight"]),
         ]
     return {name: (fields, shape) for fields, shape, names in rows for name in names}

@@ -97,7 +97,9 @@ class Reference:
         self.cache_folder = job.cache or default_cache()
         self.cache = AnswerCache(self.cache_path())
         self._engine: Engine | None = None
-        self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
+        self._logits: dict[int, torch.Tensor] | None = (
+            None  # of self._rows, while all of them fit into memory
+        )
         self._rows: Sequence[Row] | None = None
 
     def cache_path(self, arithmetic: str = "") -> Path:
@@ -109,13 +111,17 @@ class Reference:
         if self._engine is None:
             model = load(self.job.reference, dtype=getattr(torch, self.dtype), device=self.device)
             if numerics_of(model) != ["bf16"]:
-                raise UsageError(f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint")
+                raise UsageError(
+                    f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint"
+                )
             self._engine = Engine(model, rows=self.job.rows)
         return self._engine
 
     def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
         """Return every turn of every case with the reference's greedy answer, turn by turn."""
-        return answer_workloads(self.template, workloads, lambda requests: self.complete(requests, progress))
+        return answer_workloads(
+            self.template, workloads, lambda requests: self.complete(requests, progress)
+        )
 
     def complete(self, requests: Sequence[TurnRequest], progress: Progress) -> list[Completion]:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
@@ -201,21 +207,29 @@ class Choices:
 
 
 def answer_workloads(
-    template: Template, workloads: Sequence[Workload], generate: Callable[[Sequence[TurnRequest]], list[Completion]]
+    template: Template,
+    workloads: Sequence[Workload],
+    generate: Callable[[Sequence[TurnRequest]], list[Completion]],
 ) -> list[Answered]:
     """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
     cases = [(w, c) for w in workloads for c in w.cases]
     messages: dict[tuple[str, str], list[ChatMessage]] = {(w.name, c.id): [] for w, c in cases}
     answered = []
     for turn in range(max((c.n_turns for _, c in cases), default=0)):
-        requests = [template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
+        requests = [
+            template.request(w, c, turn, messages[w.name, c.id])
+            for w, c in cases
+            if turn < c.n_turns
+        ]
         for request, completion in zip(requests, generate(requests), strict=True):
             messages[request.conversation].append(template.message(request, completion))
             answered.append(Answered(request, completion))
     return answered
 
 
-def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
+def first_difference(
+    choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]
+) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
     pairs = enumerate(zip(choices.tolist(), target, strict=True))
     other = ((i, a) for i, (a, b) in pairs if a != b and not (a in end_tokens and b in end_tokens))
@@ -260,19 +274,27 @@ def answer_from_differences(
     """
     outcomes: dict[int, Outcome] = {}
     messages: dict[tuple[str, str], list[ChatMessage]] = {}
-    changed: set[tuple[str, str]] = set()  # conversations with a different answer in an earlier turn
+    changed: set[tuple[str, str]] = (
+        set()
+    )  # conversations with a different answer in an earlier turn
     for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
-        work: list[tuple[int, TurnRequest, list[int]]] = []  # index, request, the answer's known first tokens
+        work: list[
+            tuple[int, TurnRequest, list[int]]
+        ] = []  # index, request, the answer's known first tokens
         for i, (request, completion) in enumerate(reference):
             if request.turn != turn:
                 continue
             if request.conversation in changed:
                 earlier = messages[request.conversation]
-                work.append((i, template.request(request.workload, request.case, turn, earlier), []))
+                work.append(
+                    (i, template.request(request.workload, request.case, turn, earlier), [])
+                )
                 continue
             difference = differences.get(i)
             if difference is None:
-                outcomes[i] = Outcome(request, completion, True, len(completion.tokens) + completion.finished)
+                outcomes[i] = Outcome(
+                    request, completion, True, len(completion.tokens) + completion.finished
+                )
                 continue
             known = completion.tokens[: difference.index]
             if difference.token is None:

@@ -14,7 +14,10 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
-STATES = (("conv_states", "is_conv_states_initialized"), ("recurrent_states", "is_recurrent_states_initialized"))
+STATES = (
+    ("conv_states", "is_conv_states_initialized"),
+    ("recurrent_states", "is_recurrent_states_initialized"),
+)
 
 
 class Layered(Protocol):
@@ -72,7 +75,9 @@ class KeyValueBuffer(DynamicLayer):
 def new_cache(config: PretrainedConfig, layer_types: Sequence[str]) -> DynamicCache:
     """Return an empty cache for a model with these layer types."""
     cache = DynamicCache(config=config)
-    cache.layers = [LinearAttentionLayer() if t == "linear_attention" else KeyValueBuffer() for t in layer_types]
+    cache.layers = [
+        LinearAttentionLayer() if t == "linear_attention" else KeyValueBuffer() for t in layer_types
+    ]
     return cache
 
 
@@ -80,7 +85,9 @@ def repeat_row(source: Layered, target: Layered, rows: int) -> None:
     """Fill `target` with `rows` copies of the one row of `source`. Keys and values are views until they grow."""
     for new, old in zip(target.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
-            set_states(new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES])
+            set_states(
+                new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES]
+            )
         else:
             new.set(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
 
@@ -90,12 +97,21 @@ def concatenate(sources: Sequence[Layered], target: Layered, columns: int) -> No
     for n, new in enumerate(target.layers):
         old = [s.layers[n] for s in sources]
         if isinstance(new, LinearAttentionLayer):
-            set_states(new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES])
+            set_states(
+                new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES]
+            )
         else:
-            new.set(*(torch.cat([pad_columns(getattr(o, x), columns) for o in old]) for x in ("keys", "values")))
+            new.set(
+                *(
+                    torch.cat([pad_columns(getattr(o, x), columns) for o in old])
+                    for x in ("keys", "values")
+                )
+            )
 
 
-def take_rows(source: Layered, target: Layered, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
+def take_rows(
+    source: Layered, target: Layered, rows: torch.Tensor, columns: torch.Tensor | None = None
+) -> None:
     """Fill `target`, which may be `source`, with some rows of `source`, int64 [n]. A row may be taken several times.
 
     columns: int64 [n, width]: the columns of each row that are taken; None: all.
@@ -111,7 +127,9 @@ def take_rows(source: Layered, target: Layered, rows: torch.Tensor, columns: tor
         new.set(keys, values)
 
 
-def set_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]) -> None:
+def set_states(
+    new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]
+) -> None:
     for (name, flag), state in zip(STATES, states, strict=True):
         getattr(new, name)[0] = state
         getattr(new, flag)[0] = True

@@ -22,11 +22,19 @@ MIN_STEP = 1e-5  # ModelOpt's op for activations replaces a smaller step by 1
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as _nvfp4 numbers them
 QK8_0 = 32  # values per block of ggml's Q8_0
 QK_NVFP4 = 16
-SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
+SCALE_OFFSETS = (
+    0,
+    -1,
+    1,
+    -2,
+    2,
+)  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
 Round = Callable[[torch.Tensor], torch.Tensor]
-CacheRounding = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+CacheRounding = Callable[
+    [torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
@@ -76,26 +84,38 @@ def dequantize(
         return dequantize_torch(codes, block_scale, tensor_scale, divisor).to(dtype)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     reciprocal = None if divisor is None else np.float32(divisor)
-    packed = nvfp4.Tensor(to_numpy(codes), to_numpy(block_scale), np.float32(tensor_scale), shape, group, reciprocal)
+    packed = nvfp4.Tensor(
+        to_numpy(codes), to_numpy(block_scale), np.float32(tensor_scale), shape, group, reciprocal
+    )
     return to_torch(nvfp4.unpack(packed, dtype=dtype_name(dtype)))
 
 
 def dequantize_torch(
-    codes: torch.Tensor, block_scale: torch.Tensor, tensor_scale: float, divisor: float | None = None
+    codes: torch.Tensor,
+    block_scale: torch.Tensor,
+    tensor_scale: float,
+    divisor: float | None = None,
 ) -> torch.Tensor:
     """Dequantize in torch ops, for GPU tensors, to float32."""
     values = torch.tensor(E2M1, dtype=torch.float32, device=codes.device)
     # Both values of each byte; the low nibble is the even column.
     byte_values = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
     # The divisor is a tensor because torch multiplies by the reciprocal of a Python number on a GPU.
-    factor = torch.full((), tensor_scale if divisor is None else divisor, dtype=torch.float32, device=codes.device)
+    factor = torch.full(
+        (), tensor_scale if divisor is None else divisor, dtype=torch.float32, device=codes.device
+    )
     scale = block_scale.float() * factor if divisor is None else block_scale.float() / factor
     weights = byte_values[codes.int()].view(*scale.shape, -1) * scale.unsqueeze(-1)
     return weights.view(*codes.shape[:-1], -1)
 
 
 def packed_matmul(
-    x: torch.Tensor, codes: torch.Tensor, block_scale: torch.Tensor, scale: float, group: int, divides: bool
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    block_scale: torch.Tensor,
+    scale: float,
+    group: int,
+    divides: bool,
 ) -> torch.Tensor:
     """Return x W^T [..., N] in x's dtype for CPU tensors x [..., K] and packed weights [N, K], summed in float32.
 
@@ -153,7 +173,9 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
 
     blocks = x.float().reshape(*x.shape[:-1], -1, group)
     amax = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax(-1, keepdim=True)
-    block_scale = (amax / constant(float(np.float32(6) * np.float32(tensor_scale)))).clamp_max(MAX_E4M3)
+    block_scale = (amax / constant(float(np.float32(6) * np.float32(tensor_scale)))).clamp_max(
+        MAX_E4M3
+    )
     step = block_scale.to(torch.float8_e4m3fn).float() * tensor_scale
     step = torch.where(step >= float(np.float32(MIN_STEP)), step, 1.0)
     a = (blocks / step).abs()
@@ -173,7 +195,9 @@ def fake_quant_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
     scale = scale.float()
     scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return ((x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+    return (
+        (x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale
+    ).to(x.dtype)
 
 
 def q8_0(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +229,10 @@ def nvfp4_searched(x: torch.Tensor) -> torch.Tensor:
         candidate = to_e2m1(blocks / torch.where(scale > 0, scale, 1.0)) * scale
         error = (candidate - blocks).square().sum(-1, keepdim=True)
         better = valid & (error < best_error)
-        best, best_error = torch.where(better, candidate, best), torch.where(better, error, best_error)
+        best, best_error = (
+            torch.where(better, candidate, best),
+            torch.where(better, error, best_error),
+        )
     return best.reshape(x.shape).to(x.dtype)
 
 
@@ -213,7 +240,9 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest values of E2M1, ties to the even code, clamped to ±6."""
     a = x.abs()
     # A tie goes to the even code, which is where half-way integers go, too.
-    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
+    nearest = torch.where(
+        a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)
+    ).clamp_max(6.0)
     return torch.copysign(nearest, x)
 
 
@@ -228,17 +257,26 @@ def cache_rounding(kind: str) -> CacheRounding:
         return lambda module, key, value: (key, value)
     if kind not in (FP8, NVFP4):
         dtype = getattr(torch, kind)
-        return lambda module, key, value: (key.to(dtype).to(key.dtype), value.to(dtype).to(value.dtype))
+        return lambda module, key, value: (
+            key.to(dtype).to(key.dtype),
+            value.to(dtype).to(value.dtype),
+        )
 
-    def rounded(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return round_one(key, scale_of(module, "k_scale"), kind), round_one(value, scale_of(module, "v_scale"), kind)
+    def rounded(
+        module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return round_one(key, scale_of(module, "k_scale"), kind), round_one(
+            value, scale_of(module, "v_scale"), kind
+        )
 
     return rounded
 
 
 def scale_of(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return the scale of an attention module or of its projection (compressed-tensors and ModelOpt), or 1.0."""
-    scales = [getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)]
+    scales = [
+        getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)
+    ]
     return scales[0].float() if scales else torch.ones(())
 
 

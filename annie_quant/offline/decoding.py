@@ -65,7 +65,11 @@ def compute(engine: Engine, running: RunningBatch) -> None:
         # as transformers' masks by layer type, which it does not check again
         visible = engine.decode_masks(running.real, running.lengths)
     hidden = engine.step(
-        running.tokens[:, None], running.cache, 0, attention_mask=visible, position_ids=running.lengths[:, None]
+        running.tokens[:, None],
+        running.cache,
+        0,
+        attention_mask=visible,
+        position_ids=running.lengths[:, None],
     )
     running.lengths.add_(1)
     running.column.add_(1)
@@ -147,7 +151,11 @@ class RunningBatch:
         """Drop finished rows, and the unused columns of the others."""
         self.left, self.graph = 0, None
         rows = torch.tensor(self.active, device=self.real.device)
-        self.real, self.lengths, self.tokens = self.real[rows], self.lengths[rows], self.tokens[rows]
+        self.real, self.lengths, self.tokens = (
+            self.real[rows],
+            self.lengths[rows],
+            self.tokens[rows],
+        )
         self.rows = [self.rows[j] for j in rows.tolist()]
         width = int(self.lengths.max())
         columns = None
@@ -187,7 +195,9 @@ def generate(
         part = [i for i in order[at : at + engine.rows] if limits[i] > 0]
         if not part:
             continue
-        running = join(engine, start(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read))
+        running = join(
+            engine, start(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read)
+        )
         while running.active:
             n_finished = 0
             for j, token in enumerate(running.tokens.tolist()):
@@ -216,8 +226,12 @@ def start(
         lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
         index = torch.arange(len(lengths), device=engine.device)
         tokens = engine.logits(forward.hidden[index, lengths - 1 - forward.shared]).argmax(-1)
-        real = torch.arange(forward.shared + forward.hidden.shape[1], device=engine.device) < lengths.unsqueeze(1)
-        batches.append(RunningBatch([rows[j] for j in forward.rows], forward.cache, lengths, real, tokens))
+        real = torch.arange(
+            forward.shared + forward.hidden.shape[1], device=engine.device
+        ) < lengths.unsqueeze(1)
+        batches.append(
+            RunningBatch([rows[j] for j in forward.rows], forward.cache, lengths, real, tokens)
+        )
     return batches
 
 
@@ -234,7 +248,9 @@ def advance(engine: Engine, running: RunningBatch) -> None:
         running.tokens[:, None],
         running.cache,
         running.real.shape[1],
-        attention_mask=engine.decode_masks(running.real, running.lengths) if windows else running.real,
+        attention_mask=engine.decode_masks(running.real, running.lengths)
+        if windows
+        else running.real,
         position_ids=running.lengths[:, None],
     )
     running.lengths = running.lengths + 1
@@ -250,7 +266,13 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
     caches.concatenate([p.cache for p in parts], cache, columns)
     real = torch.cat([functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
     rows = [row for p in parts for row in p.rows]
-    return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))
+    return RunningBatch(
+        rows,
+        cache,
+        torch.cat([p.lengths for p in parts]),
+        real,
+        torch.cat([p.tokens for p in parts]),
+    )
 
 
 # ---- drafts of an MTP head
@@ -273,12 +295,16 @@ class DraftHead(nn.Module):
         super().__init__()
         text, config = model.model, copy.deepcopy(model.config.get_text_config())
         config._attn_implementation_internal = "sdpa"
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        kinds = (
+            getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        )
         index, norm = kinds.index("full_attention"), type(text.norm)
         count = int(folder.text_config.get("mtp_num_hidden_layers") or 1)
         with torch.device("meta"):
             self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            self.layers = nn.ModuleList(type(text.layers[index])(config, index) for _ in range(count))
+            self.layers = nn.ModuleList(
+                type(text.layers[index])(config, index) for _ in range(count)
+            )
             self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
             self.pre_fc_norm_embedding = norm(config.hidden_size, eps=config.rms_norm_eps)
             self.pre_fc_norm_hidden = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -306,7 +332,10 @@ class DraftHead(nn.Module):
 
 def has_head(folder: ModelFolder) -> bool:
     """Return whether a checkpoint stores an MTP head."""
-    return f"{folder.family.mtp}fc.weight" in folder or f"{folder.family.mtp}fc.weight_packed" in folder
+    return (
+        f"{folder.family.mtp}fc.weight" in folder
+        or f"{folder.family.mtp}fc.weight_packed" in folder
+    )
 
 
 def head_weights(
@@ -320,9 +349,14 @@ def head_weights(
     for name, empty in state.items():
         value = head_weight(folder, linears, f"{folder.family.mtp}{name}")
         if value is None or value.shape != tuple(empty.shape):
-            problem = "missing" if value is None else f"of shape {list(value.shape)}, expected {list(empty.shape)}"
+            problem = (
+                "missing"
+                if value is None
+                else f"of shape {list(value.shape)}, expected {list(empty.shape)}"
+            )
             raise CheckpointError(
-                f"{folder.path}: {folder.family.mtp}{name} is {problem}", "annie-quant audit DIR --repair --source BF16"
+                f"{folder.path}: {folder.family.mtp}{name} is {problem}",
+                "annie-quant audit DIR --repair --source BF16",
             )
         yield name, torch.from_numpy(value.astype(np.float32)).to(like.device, like.dtype)
 
@@ -342,7 +376,10 @@ def head_weight(folder: ModelFolder, linears: dict[str, Linear], name: str) -> n
     matrices = []
     for i in range(int(folder.text_config.get(experts.count) or 0)):
         base = f"{layer}.{experts.module}.{i}"
-        rows = [head_weight(folder, linears, f"{base}.{linear}.weight") for linear in experts.merged[part]]
+        rows = [
+            head_weight(folder, linears, f"{base}.{linear}.weight")
+            for linear in experts.merged[part]
+        ]
         present = [r for r in rows if r is not None]
         if len(present) < len(rows):
             return None
@@ -350,7 +387,9 @@ def head_weight(folder: ModelFolder, linears: dict[str, Linear], name: str) -> n
     return np.stack(matrices) if matrices else None
 
 
-def draft_acceptance(engine: Engine, folder: ModelFolder, answers: Sequence[Drafted]) -> dict[str, DraftAcceptance]:
+def draft_acceptance(
+    engine: Engine, folder: ModelFolder, answers: Sequence[Drafted]
+) -> dict[str, DraftAcceptance]:
     """Return by workload how many first drafts equal the token that the model chose. Empty without a head.
 
     answers: the model's own answers; at most MOST_ANSWERS per workload are used, evenly spread.
@@ -361,11 +400,15 @@ def draft_acceptance(engine: Engine, folder: ModelFolder, answers: Sequence[Draf
     head = DraftHead(folder, engine.model)
     accepted = {a.workload: [0, 0] for a in chosen}
     inputs = [[*a.prompt, *a.answer] for a in chosen]
-    for batch in engine.forwards(inputs, [0] * len(inputs), prompts=[len(a.prompt) for a in chosen]):
+    for batch in engine.forwards(
+        inputs, [0] * len(inputs), prompts=[len(a.prompt) for a in chosen]
+    ):
         for row, i in enumerate(batch.rows):
             tokens, first = torch.tensor(inputs[i], device=engine.device), len(chosen[i].prompt)
             # hidden[t] and token t+1 draft token t+2, which is one of the answer from t = first - 2 on
-            drafts = head(batch.hidden[row, : len(tokens) - 2], tokens[1:-1]).argmax(-1)[max(0, first - 2) :]
+            drafts = head(batch.hidden[row, : len(tokens) - 2], tokens[1:-1]).argmax(-1)[
+                max(0, first - 2) :
+            ]
             expected = tokens[max(2, first) :]
             counts = accepted[chosen[i].workload]
             counts[0] += int((drafts == expected).sum())

@@ -45,7 +45,11 @@ class RaggedBatch:
         self.set(None, 0, None)
 
     def set(
-        self, lengths: torch.Tensor | None, steps: int, cache: DynamicCache | None, prompts: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor | None,
+        steps: int,
+        cache: DynamicCache | None,
+        prompts: torch.Tensor | None = None,
     ) -> None:
         self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
 
@@ -99,10 +103,14 @@ def gated_delta_rule(
     out = torch.empty_like(v)
     for c in range(v.shape[2]):
         parts = (q, growth, w, u, within, k_t, to_end, decay)
-        q_c, growth_c, w_c, u_c, within_c, k_c, to_end_c, decay_c = (x[:, :, c].flatten(0, 1) for x in parts)
+        q_c, growth_c, w_c, u_c, within_c, k_c, to_end_c, decay_c = (
+            x[:, :, c].flatten(0, 1) for x in parts
+        )
         copy = r(state)
         new = torch.baddbmm(u_c, w_c, copy, alpha=-1)
-        out[:, :, c] = torch.baddbmm((q_c @ copy) * growth_c, within_c, r(new)).unflatten(0, (batch, heads))
+        out[:, :, c] = torch.baddbmm((q_c @ copy) * growth_c, within_c, r(new)).unflatten(
+            0, (batch, heads)
+        )
         state = torch.baddbmm(state.mul_(decay_c), k_c, r(new * to_end_c))
     out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
     return out, state.unflatten(0, (batch, heads)) if output_final_state else None
@@ -141,7 +149,9 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     long at n = 32. A product of powers of A would be faster, but loses all digits where keys repeat.
     """
     if lower.device.type == "cuda":
-        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(
+            lower
+        )
         return torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
     inverse = -lower.tril(-1)
     for i in range(2, inverse.shape[-1]):
@@ -189,7 +199,11 @@ def causal_conv_step(
 
 
 def conv_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    **_: object,
 ) -> torch.Tensor:
     """Return causal_conv as shifted sums, for calibration, which take a fraction of the time of torch's conv1d."""
     total = x * weight[:, -1:]
@@ -199,7 +213,9 @@ def conv_on_cpu(
     return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
 
 
-def rule_on_cpu(query: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rule_on_cpu(
+    query: torch.Tensor, *inputs: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return gated_delta_rule in chunks of about CPU_CHUNK steps."""
     steps = query.shape[1]
     chunk = math.ceil(steps / math.ceil(steps / CPU_CHUNK))
@@ -213,7 +229,9 @@ def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = 
     """
 
     def masked(query, key, value, g, beta, *, initial_state=None, **more):
-        def run(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
+        def run(
+            rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None
+        ) -> tuple:
             q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
             return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
 
@@ -228,7 +246,9 @@ def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = 
         start, end = int(batch.prompts.min()), int(batch.prompts.max())
         head, state = run(rule, slice(0, end), inside, initial_state)
         tail, state = run(decoding, slice(start, None), ~inside, state)
-        middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
+        middle = torch.where(
+            inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start]
+        )
         return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
     return masked
@@ -241,7 +261,9 @@ def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
         if batch.lengths is not None and batch.cache is not None:
             state = batch.cache.layers[layer].conv_states[0]
             size = state.shape[-1]
-            columns = functional.pad(x, (size, 0))  # x ends with the batch's steps; a short row starts in the zeros
+            columns = functional.pad(
+                x, (size, 0)
+            )  # x ends with the batch's steps; a short row starts in the zeros
             starts = columns.shape[-1] - batch.steps + batch.lengths - size
             index = starts.view(-1, 1, 1) + torch.arange(size, device=x.device)
             state.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
@@ -257,7 +279,9 @@ def rounded(function: Callable, to_stream: Round) -> Callable:
         # emulation.RoundedSigmoid is for the module around the function, not for the hundreds of operations in it.
         with torch._C.DisableTorchFunction():
             result = function(*args, **options)
-        return (to_stream(result[0]), *result[1:]) if isinstance(result, tuple) else to_stream(result)
+        return (
+            (to_stream(result[0]), *result[1:]) if isinstance(result, tuple) else to_stream(result)
+        )
 
     return call
 
@@ -272,7 +296,12 @@ class DeltaLayer(Protocol):
     causal_conv1d_update: Callable[..., Any]
 
 
-FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+FUNCTIONS = (
+    "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+)
 
 
 def delta_layers(model: torch.nn.Module) -> list[DeltaLayer]:
@@ -290,12 +319,17 @@ def delta_layers(model: torch.nn.Module) -> list[DeltaLayer]:
 
 
 @contextlib.contextmanager
-def ragged_layers(layers: Sequence[DeltaLayer], profile: Profile, batch: RaggedBatch) -> Iterator[None]:
+def ragged_layers(
+    layers: Sequence[DeltaLayer], profile: Profile, batch: RaggedBatch
+) -> Iterator[None]:
     """Let DeltaNet layers compute `batch` as a ragged one, with the roundings of a profile."""
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
         for layer, (rule, recurrent, conv, step) in zip(layers, before, strict=True):
-            own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
+            own, decoding = (
+                gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule,
+                None,
+            )
             conv = conv or causal_conv
             step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
             if recurrent.__name__ == "torch_recurrent_gated_delta_rule":
@@ -304,16 +338,23 @@ def ragged_layers(layers: Sequence[DeltaLayer], profile: Profile, batch: RaggedB
                 served: Callable[..., Any] = own
                 decoding = own
                 if profile.delta_rule == CPU_KERNELS:
-                    served, decoding = deltanet_cpu.gated_delta_rule_cpu, deltanet_cpu.normalized_as_on_a_cpu(own)
+                    served, decoding = (
+                        deltanet_cpu.gated_delta_rule_cpu,
+                        deltanet_cpu.normalized_as_on_a_cpu(own),
+                    )
                     layer.recurrent_gated_delta_rule = deltanet_cpu.normalized_as_on_a_cpu(
                         layer.recurrent_gated_delta_rule
                     )
                     conv, step = (
-                        functools.partial(f, silu=deltanet_cpu.silu_on_a_cpu) for f in (causal_conv, causal_conv_step)
+                        functools.partial(f, silu=deltanet_cpu.silu_on_a_cpu)
+                        for f in (causal_conv, causal_conv_step)
                     )
                 own = functools.partial(served, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
-            layer.causal_conv1d_fn, layer.causal_conv1d_update = ragged_conv(conv, batch, layer.layer_idx), step
+            layer.causal_conv1d_fn, layer.causal_conv1d_update = (
+                ragged_conv(conv, batch, layer.layer_idx),
+                step,
+            )
             if profile.stream != "float32":
                 for name in FUNCTIONS:
                     setattr(layer, name, rounded(getattr(layer, name), rounding(profile.stream)))

@@ -63,8 +63,14 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
     if nvfp4_linears(model):
         set_numerics(model, profile.name)
     config: Any = getattr(model, "config", None)
-    adds_one = family_or_default(config.get_text_config().to_dict() if config is not None else {}).adds_one
-    hooks = [h for name, m in model.named_modules() for h in module_hooks(m, profile, adds_one(f"{name}.weight"))]
+    adds_one = family_or_default(
+        config.get_text_config().to_dict() if config is not None else {}
+    ).adds_one
+    hooks = [
+        h
+        for name, m in model.named_modules()
+        for h in module_hooks(m, profile, adds_one(f"{name}.weight"))
+    ]
     with reordered_linears(model, order):
         before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
         model.annie_quant_prefixes = {}  # type: ignore[assignment]  # Engine.prefix: caches in this arithmetic
@@ -79,11 +85,19 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
 
 def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Removable]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
-    stream, in_place, kind = rounding(profile.stream), rounding(profile.stream, in_place=True), type(module).__name__
+    stream, in_place, kind = (
+        rounding(profile.stream),
+        rounding(profile.stream, in_place=True),
+        type(module).__name__,
+    )
     if isinstance(module, nn.Linear):
-        plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
+        plain_input = rounding(
+            profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input
+        )
         if profile.rounds:
-            yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
+            yield module.register_forward_pre_hook(
+                lambda _, args: (plain_input(args[0]), *args[1:])
+            )
         if profile.stream != "float32":
             if isinstance(module, NVFP4Linear) and module.bias is not None:
                 yield BiasOfRounded(module, stream)
@@ -94,7 +108,11 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
         normalizes = kind.endswith("RMSNorm") and not adds_one
         yield module.register_forward_hook(
             lambda m, args, output: round_norm(
-                args[0], stream(normalized(args[0], m.variance_epsilon)) * m.weight if normalizes else output, in_place
+                args[0],
+                stream(normalized(args[0], m.variance_epsilon)) * m.weight
+                if normalizes
+                else output,
+                in_place,
             )
         )
     elif kind.endswith("RotaryEmbedding"):
@@ -104,7 +122,9 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
     elif kind.endswith("Attention"):
         yield RoundedSigmoid(module, lambda gate: stream(gate.sigmoid()))
     elif kind.endswith("GatedDeltaNet") and profile.beta != FLOAT32:
-        yield RoundedSigmoid(module, sigmoid_in_steps if profile.beta == BFLOAT16_STEPS else sigmoid_in_bfloat16)
+        yield RoundedSigmoid(
+            module, sigmoid_in_steps if profile.beta == BFLOAT16_STEPS else sigmoid_in_bfloat16
+        )
 
 
 def sigmoid_in_bfloat16(x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +155,9 @@ class RoundedSigmoid(TorchFunctionMode):
 
         module.forward = gated
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self.sigmoid(args[0]) if func in SIGMOIDS else func(*args, **(kwargs or {}))
 
     def remove(self) -> None:
@@ -186,9 +208,13 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
                 )
             if isinstance(linear, NVFP4Linear):
                 linear.reorder(permutation, order.parts)
-            elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
+            elif (
+                permutation is None or id(linear.weight) not in embeddings
+            ):  # a second copy of a tied head may not fit
                 weight = linear.weight if permutation is None else linear.weight[:, permutation]
-                linear.forward = partial(plain_product, weight, linear.bias, permutation, order.parts)  # type: ignore[method-assign]
+                linear.forward = partial(
+                    plain_product, weight, linear.bias, permutation, order.parts
+                )  # type: ignore[method-assign]
         yield
     finally:
         for linear in linears:
@@ -199,7 +225,11 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
 
 
 def plain_product(
-    weight: torch.Tensor, bias: torch.Tensor | None, permutation: torch.Tensor | None, parts: int, x: torch.Tensor
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    parts: int,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
     y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)

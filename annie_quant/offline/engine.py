@@ -48,9 +48,14 @@ def grouped_attention(
     """
     batch, heads, steps, head_dim = query.shape
     if steps > 1 or (attention_mask is not None and attention_mask.dtype != torch.bool):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     per_key_head = (batch * key.shape[1], heads // key.shape[1], head_dim)
-    scores = torch.bmm((query * (scaling or head_dim**-0.5)).reshape(per_key_head), key.flatten(0, 1).transpose(1, 2))
+    scores = torch.bmm(
+        (query * (scaling or head_dim**-0.5)).reshape(per_key_head),
+        key.flatten(0, 1).transpose(1, 2),
+    )
     scores = scores.view(batch, heads, -1).float()
     if attention_mask is not None:
         scores = scores.masked_fill_(~attention_mask[:, 0], -torch.inf)
@@ -59,7 +64,11 @@ def grouped_attention(
 
 
 def amx_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
 ) -> torch.Tensor:
     """Return outputs [B, T, H, D] as vLLM's attention on a CPU with AMX. Parameters as of grouped_attention.
 
@@ -84,10 +93,19 @@ def amx_attention(
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
     stream, stored = rounding(profile.stream), codec.cache_rounding(profile.kv)
-    with_amx = profile.delta_rule == CPU_KERNELS and profile.stream == BFLOAT16 and torch.cpu._is_amx_tile_supported()
+    with_amx = (
+        profile.delta_rule == CPU_KERNELS
+        and profile.stream == BFLOAT16
+        and torch.cpu._is_amx_tile_supported()
+    )
 
     def attention(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         query, (key, value) = stream(query), stored(module, key, value)
         if with_amx:
@@ -99,7 +117,9 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-def use_grouped_attention(config: PretrainedConfig, profile: Profile) -> contextlib.AbstractContextManager[None]:
+def use_grouped_attention(
+    config: PretrainedConfig, profile: Profile
+) -> contextlib.AbstractContextManager[None]:
     """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
 
     profile: where queries, keys, values and outputs are rounded.
@@ -108,7 +128,9 @@ def use_grouped_attention(config: PretrainedConfig, profile: Profile) -> context
         return contextlib.nullcontext()
     name = f"{NAME}_{profile.stream}_{profile.kv}_{profile.delta_rule}"
     if name not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(name, rounded_attention(profile) if profile.rounds else grouped_attention)
+        ALL_ATTENTION_FUNCTIONS.register(
+            name, rounded_attention(profile) if profile.rounds else grouped_attention
+        )
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
     return use_attention(config, name)
 
@@ -125,9 +147,13 @@ def use_attention(config: PretrainedConfig, name: str) -> Iterator[None]:
 
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
-TOKENS = {"cpu": 1024}  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
+TOKENS = {
+    "cpu": 1024
+}  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
-LAUNCH_FLOP = 5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
+LAUNCH_FLOP = (
+    5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
+)
 LEAST_TOKENS, MOST_TOKENS = 4096, 32768  # per forward on a GPU; the most are for a small model
 
 
@@ -161,23 +187,35 @@ class Engine:
     def __init__(self, model: Any, tokens: int | None = None, rows: int = 128) -> None:
         self.model, self.rows = model, rows
         self.device = next(model.parameters()).device
-        launched = tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
+        launched = (
+            tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
+        )
         self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
         self.group_cost = max(GROUP_COST, launched)
         self.config = model.config.get_text_config()
         self.layer_types = getattr(self.config, "layer_types", None) or (
             ["full_attention"] * self.config.num_hidden_layers
         )
-        unsupported = set(self.layer_types) - {"full_attention", "linear_attention", "sliding_attention"}
+        unsupported = set(self.layer_types) - {
+            "full_attention",
+            "linear_attention",
+            "sliding_attention",
+        }
         if unsupported:
-            raise UsageError(f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation")
+            raise UsageError(
+                f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation"
+            )
         self.batch, self.delta_layers = RaggedBatch(), delta_layers(model)
         self.head = model.get_output_embeddings()
         self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
-        self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
+        self.compared_tokens = (
+            1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
+        )
         self.captures = self.device.type == "cuda"
         self.capture_stream = torch.cuda.Stream(self.device) if self.captures else None
-        as_it_is = self.config._attn_implementation == "sdpa"  # the attention takes the mask as it is
+        as_it_is = (
+            self.config._attn_implementation == "sdpa"
+        )  # the attention takes the mask as it is
         self.fixed_buffers = self.captures and as_it_is and hasattr(model.base_model, "layers")
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -191,7 +229,9 @@ class Engine:
             sizes = [len(rows[i].target) for i in forward.rows]
             for part in split_by_size(sizes, max(1, MAX_LOGITS // self.vocabulary)):
                 firsts = [len(rows[forward.rows[j]].prompt) - 1 - forward.shared for j in part]
-                states = torch.cat([forward.hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)])
+                states = torch.cat(
+                    [forward.hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)]
+                )
                 logits = self.logits(states).float()
                 for j, row_logits in zip(part, logits.split([sizes[j] for j in part]), strict=True):
                     yield forward.rows[j], row_logits
@@ -231,9 +271,14 @@ class Engine:
                 lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
                 prefilled = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
                 ragged, has_answers = int(lengths.min()) < width, bool((prefilled < lengths).any())
-                self.batch.set(lengths if ragged else None, width, cache, prefilled if has_answers else None)
+                self.batch.set(
+                    lengths if ragged else None, width, cache, prefilled if has_answers else None
+                )
                 columns = torch.arange(width)
-                spans = [(0 if read is None else read[i] - shared, len(inputs[i]) - shared) for i in batch]
+                spans = [
+                    (0 if read is None else read[i] - shared, len(inputs[i]) - shared)
+                    for i in batch
+                ]
                 mask = torch.stack([(columns >= first) & (columns < end) for first, end in spans])
                 with self.last_mlp_at(mask.to(self.device)):
                     hidden = self.step(ids.to(self.device), cache, shared + width)
@@ -246,7 +291,11 @@ class Engine:
 
         On a GPU, and in a mixture, it computes all: the selection would wait for the device, and experts get tokens together.
         """
-        mlp = getattr(self.model.base_model.layers[-1], "mlp", None) if self.device.type == "cpu" else None
+        mlp = (
+            getattr(self.model.base_model.layers[-1], "mlp", None)
+            if self.device.type == "cpu"
+            else None
+        )
         if mlp is None or not hasattr(mlp, "down_proj") or bool(positions.all()):
             yield
             return
@@ -281,27 +330,41 @@ class Engine:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
 
-    def decode_masks(self, real: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def decode_masks(
+        self, real: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, torch.Tensor | None]:
         """Return the visible columns of a decode step by type of layer, bool [B, 1, 1, L].
 
         real: bool [B, L], the columns with tokens.  lengths: positions [B] of the tokens that are computed. Padding lies between
         a row's prompt and its answer, so a window counts tokens and not columns.
         """
         visible = real[:, None, None, :]
-        masks: dict[str, torch.Tensor | None] = {"full_attention": visible, "linear_attention": None}
+        masks: dict[str, torch.Tensor | None] = {
+            "full_attention": visible,
+            "linear_attention": None,
+        }
         if "sliding_attention" in self.layer_types:
             inside = real.cumsum(1) - 1 > (lengths - self.config.sliding_window)[:, None]
             masks["sliding_attention"] = visible & inside[:, None, None, :]
         return masks
 
     @torch.inference_mode()
-    def step(self, ids: torch.Tensor, cache: DynamicCache, total: int, **options: Any) -> torch.Tensor:
+    def step(
+        self, ids: torch.Tensor, cache: DynamicCache, total: int, **options: Any
+    ) -> torch.Tensor:
         """Return hidden states [B, T, D] after the final norm. total: columns of the cache after this step."""
         if "position_ids" not in options:
-            options["position_ids"] = torch.arange(total - ids.shape[1], total, device=self.device).expand(len(ids), -1)
+            options["position_ids"] = torch.arange(
+                total - ids.shape[1], total, device=self.device
+            ).expand(len(ids), -1)
         profile = profile_of(self.model)
-        with ragged_layers(self.delta_layers, profile, self.batch), use_grouped_attention(self.config, profile):
-            output = self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        with (
+            ragged_layers(self.delta_layers, profile, self.batch),
+            use_grouped_attention(self.config, profile),
+        ):
+            output = self.model.base_model(
+                input_ids=ids, past_key_values=cache, use_cache=True, **options
+            )
             return output.last_hidden_state
 
 
@@ -310,7 +373,9 @@ def tokens_per_launch(config: PretrainedConfig) -> int:
 
     From the text config alone, so that a checkpoint and its reference get the same batches.
     """
-    weights = 12 * config.num_hidden_layers * config.hidden_size**2  # of attention and MLP of the usual shape
+    weights = (
+        12 * config.num_hidden_layers * config.hidden_size**2
+    )  # of attention and MLP of the usual shape
     return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
 
 
@@ -363,7 +428,10 @@ class PrefixGroup:
 
 
 def group_by_prefix(
-    rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST, multiple: int = 1
+    rows: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    group_cost: int = GROUP_COST,
+    multiple: int = 1,
 ) -> list[PrefixGroup]:
     """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
 
@@ -383,4 +451,6 @@ def group_by_prefix(
                 continue
         groups.append((limits[i], [i]))
     whole = [(shared - shared % multiple, tuple(members)) for shared, members in groups]
-    return [PrefixGroup(shared if shared >= MIN_SHARED else 0, members) for shared, members in whole]
+    return [
+        PrefixGroup(shared if shared >= MIN_SHARED else 0, members) for shared, members in whole
+    ]

@@ -43,14 +43,22 @@ from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.pair import ModelPair
-from annie_quant.offline.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
+from annie_quant.offline.profiles import (
+    Profile,
+    find_profile,
+    in_bfloat16,
+    in_float32,
+    with_rounded_beta,
+)
 from annie_quant.offline.prompts import Answered
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
 PERMUTED = SumOrder(permutation=1)
-SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
+SPLIT = SumOrder(
+    parts=3
+)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
 FROM_THE_PROMPT = FirstDifference(0, None)
 # By the answer's index; an answer that is not in it is the reference's.
 Differences = Mapping[int, FirstDifference | None]
@@ -74,7 +82,11 @@ class MemberOutcomes:
 
 
 def run(
-    pair: ModelPair, name: str, answered: Sequence[Answered], base: Mapping[int, Choices], outcomes: Sequence[Outcome]
+    pair: ModelPair,
+    name: str,
+    answered: Sequence[Answered],
+    base: Mapping[int, Choices],
+    outcomes: Sequence[Outcome],
 ) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
     profile = find_profile(name)
@@ -87,12 +99,22 @@ def run(
 
     second, order = second_arithmetic(pair, profile)
     with emulate(pair.model, second, order):
-        other, noise, uncertain = perturbed(pair, pair.engine, answered, base, f"{name}: second arithmetic")
-        suffix = f"perm{order.permutation}" if order != USUAL else "float32" if profile.rounds else "bf16"
+        other, noise, uncertain = perturbed(
+            pair, pair.engine, answered, base, f"{name}: second arithmetic"
+        )
+        suffix = (
+            f"perm{order.permutation}"
+            if order != USUAL
+            else "float32"
+            if profile.rounds
+            else "bf16"
+        )
         add(suffix, describe(second, order), differences_of(other))
     if order == USUAL:
         with emulate(pair.model, profile, PERMUTED):
-            choices = choose(pair, pair.engine.scores, answered, uncertain, f"{name}: sums in another order")
+            choices = choose(
+                pair, pair.engine.scores, answered, uncertain, f"{name}: sums in another order"
+            )
             add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), differences_of(choices))
     other_beta = with_rounded_beta(profile)
     with emulate(pair.model, other_beta, SPLIT):
@@ -102,7 +124,11 @@ def run(
 
 
 def perturbed(
-    pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
+    pair: ModelPair,
+    engine: Engine,
+    answered: Sequence[Answered],
+    base: Mapping[int, Choices],
+    text: str,
 ) -> tuple[dict[int, Choices], float, list[int]]:
     """Return the model's choices for a sample and all uncertain answers, the noise, and the indices of the uncertain answers."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
@@ -115,7 +141,9 @@ def perturbed(
 def sampled(answered: Sequence[Answered]) -> list[int]:
     """Return the indices of a seeded sample of conversations, with all of their turns."""
     conversations = list(dict.fromkeys(a.request.conversation for a in answered))
-    chosen = set(random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations))))
+    chosen = set(
+        random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations)))
+    )
     return [i for i, a in enumerate(answered) if a.request.conversation in chosen]
 
 
@@ -154,7 +182,9 @@ def choose(
         part = [indices[j] for j in numbers]
         pairs = None if base is None else [base[i].best for i in part]
         targets = [rows[j].target for j in numbers]
-        choices |= zip(part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True)
+        choices |= zip(
+            part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True
+        )
         pair.progress.update(len(choices), len(rows), text)
     return choices
 
@@ -164,7 +194,11 @@ def differences_of(choices: Mapping[int, Choices]) -> dict[int, FirstDifference 
 
 
 def answers_of(
-    pair: ModelPair, engine: Engine, answered: Sequence[Answered], differences: Differences, name: str
+    pair: ModelPair,
+    engine: Engine,
+    answered: Sequence[Answered],
+    differences: Differences,
+    name: str,
 ) -> list[Outcome]:
     """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
     n_different = sum(d is not None for d in differences.values())
@@ -173,7 +207,9 @@ def answers_of(
     def on_finished(n: int) -> None:
         nonlocal n_finished
         n_finished += n
-        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
+        pair.progress.update(
+            n_finished, None, f"{name}: answering from the first difference ({n_different})"
+        )
 
     return answer_from_differences(engine, pair.template, answered, differences, on_finished)
 
@@ -184,7 +220,9 @@ def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> f
     return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
 
 
-def uncertain_answers(base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float) -> list[int]:
+def uncertain_answers(
+    base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
+) -> list[int]:
     """Return the indices of answers that a perturbation could change."""
     return [
         i

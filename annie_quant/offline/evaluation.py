@@ -28,7 +28,12 @@ from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.pairing import deciding
-from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate, reference_notes, shortages
+from annie_quant.judge.sampling import (
+    compares_with_reference,
+    prompts_per_gate,
+    reference_notes,
+    shortages,
+)
 from annie_quant.offline import decoding, ensemble
 from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.emulation import emulate
@@ -107,7 +112,9 @@ def evaluate(
         n_per_gate=n_per_gate,
         numerics=numerics,
         ensemble=with_ensemble,
-        conversations=() if conversations is None else read_conversations(conversations, n_conversations),
+        conversations=()
+        if conversations is None
+        else read_conversations(conversations, n_conversations),
         cache=None if cache is None else Path(cache),
         dtype=dtype,
         device=device,
@@ -147,10 +154,15 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
     numerics, skipped = choose(job.numerics, profiles_of(pair.model))
     conversations = conversation_answers(pair.template, job.conversations)
     own_gates = compares_with_reference(workloads)
-    workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
+    workloads = [
+        replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads
+    ]
     answered = pair.reference.answer(workloads, pair.progress)
     own_files = check_prompts(pair, answered)
-    blocking = [*job.faults, *(line for line in own_files.blocking if not any(line in fault for fault in job.faults))]
+    blocking = [
+        *job.faults,
+        *(line for line in own_files.blocking if not any(line in fault for fault in job.faults)),
+    ]
     before = with_references(judged(pair.template, answered))
     characters = [gate_characters(*row) for row in before]
     baseline = Baseline(answered, before, characters, pair.scored(answered), conversations)
@@ -165,10 +177,16 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
         if job.ensemble:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
-                after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]
-                members[m.name] = documents.Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
+                after = gate_outcomes(
+                    judged_outcomes(pair.template, m.outcomes, baseline), baseline
+                )[1]
+                members[m.name] = documents.Member(
+                    m.arithmetic, {}, {}, after, m.n_computed, m.n_changed
+                )
     prompts, reference_outcomes = gate_outcomes(before, baseline)
-    floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
+    floor_outcomes = {
+        k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES
+    }
     left_out = template_notes(pair.template, workloads)
     notes = [*own_files.blocking, *own_files.notes, *model_notes(numerics, skipped, pair.model)]
     if n_repeated:
@@ -176,7 +194,9 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
     notes += [*shortages(workloads, job.n_per_gate or 0), *left_out]
     for w in workloads:
         if w.informative:
-            notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
+            notes.append(
+                f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
+            )
     evaluation = evidence.recounted(
         documents.Evaluation(
             schema_version=documents.SCHEMA_VERSION,
@@ -188,7 +208,8 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
             dtype=pair.dtype,
             device=pair.engine.device.type,
             workloads={
-                w.name: documents.EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads
+                w.name: documents.EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w))
+                for w in workloads
             },
             n_answers=len(answered),
             n_conversation_answers=len(conversations),
@@ -230,7 +251,10 @@ def evaluate_numerics(
         differences = ensemble.differences_of(base)
         outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
         drafts = drafts_of(
-            pair, pair.engine, pair.job.checkpoint, [Answered(o.request, o.completion) for o in outcomes]
+            pair,
+            pair.engine,
+            pair.job.checkpoint,
+            [Answered(o.request, o.completion) for o in outcomes],
         )
     kl = pair.summarize(own, comparisons)
     after = judged_outcomes(pair.template, outcomes, baseline)
@@ -258,12 +282,16 @@ def evaluate_numerics(
 def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[Outcome]) -> str:
     """Return how many prompts the checkpoint gives one answer to where the reference does not, or ""."""
     pairs = zip(outcomes, baseline.judged, strict=True)
-    rows = [(o, answer) for o, (_, case, answer) in pairs if not case.expect]  # labels judge the others
+    rows = [
+        (o, answer) for o, (_, case, answer) in pairs if not case.expect
+    ]  # labels judge the others
     own = [template.answer(o.request, o.completion) for o, _ in rows]
     return constant_answer(own, [answer for _, answer in rows])
 
 
-def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, documents.DraftAcceptance]:
+def reference_drafts(
+    pair: ModelPair, answered: Sequence[Answered]
+) -> dict[str, documents.DraftAcceptance]:
     """Return the acceptance of the bf16 reference's MTP head on its own answers."""
     if not decoding.has_head(ModelFolder(pair.job.reference)):
         return {}
@@ -293,25 +321,36 @@ def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> documents
 
 def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
     """Return the bf16 model's answers, each with itself as its reference, so that it passes every gate that compares."""
-    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
+    return [
+        (workload, replace(case, reference=answer), answer)
+        for workload, case, answer in judged_answers
+    ]
 
 
-def judged_outcomes(template: Template, outcomes: Sequence[Outcome | Answered], baseline: Baseline) -> list[Judged]:
+def judged_outcomes(
+    template: Template, outcomes: Sequence[Outcome | Answered], baseline: Baseline
+) -> list[Judged]:
     """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
 
     An answer that equals the reference's, to the same request, is the reference's.
     """
     rows: list[Judged] = []
-    for outcome, (request, completion), old in zip(outcomes, baseline.answered, baseline.judged, strict=True):
+    for outcome, (request, completion), old in zip(
+        outcomes, baseline.answered, baseline.judged, strict=True
+    ):
         if outcome.request is request and outcome.completion == completion:
             rows.append(old)
             continue
-        [(workload, case, answer)] = judged(template, [Answered(outcome.request, outcome.completion)])
+        [(workload, case, answer)] = judged(
+            template, [Answered(outcome.request, outcome.completion)]
+        )
         rows.append((workload, replace(case, reference=old[1].reference), answer))
     return rows
 
 
-def gate_outcomes(judged_answers: Sequence[Judged], baseline: Baseline) -> tuple[dict[str, list[str]], dict[str, str]]:
+def gate_outcomes(
+    judged_answers: Sequence[Judged], baseline: Baseline
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return by gate the names of its workloads' prompts, and one character for each: "1" where the answer passes, else "0".
 
     "-": the gate does not apply to the answer. "p", "f": it passes or fails, and does not count for the verdict, because the
@@ -332,7 +371,11 @@ def gate_characters(workload: Workload, case: Case, answer: Answer) -> dict[str,
     checks = judge.checks(answer, case, workload)
     counting = deciding(checks, answer, workload)
     return {
-        gate: str(int(checks[gate])) if gate in counting else "fp"[checks[gate]] if gate in checks else "-"
+        gate: str(int(checks[gate]))
+        if gate in counting
+        else "fp"[checks[gate]]
+        if gate in checks
+        else "-"
         for gate in dict.fromkeys((*workload.gates, *IMPLIED))
     }
 
@@ -350,13 +393,19 @@ def differing_answers(
         documents.DifferingAnswer(
             case=outcome.request.name,
             agreed_tokens=outcome.agreed,
-            failed=[g for g, ok in judge.checks(answer, case, workload).items() if not (ok or GATES[g].two_sided)],
+            failed=[
+                g
+                for g, ok in judge.checks(answer, case, workload).items()
+                if not (ok or GATES[g].two_sided)
+            ],
             text=answer.text,
             tool_calls=calls_as_text(answer),
             reference_text=old.text,
             reference_tool_calls=calls_as_text(old),
         )
-        for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True)
+        for outcome, (workload, case, answer), (_, _, old) in zip(
+            outcomes, after, before, strict=True
+        )
         if not outcome.same
     ]
 
@@ -373,7 +422,9 @@ def model_notes(numerics: Sequence[str], skipped: Sequence[str], model: nn.Modul
     if skipped:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
     if any(n.endswith("-nvfp4kv") for n in (*numerics, *skipped)):
-        lines.append("a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8")
+        lines.append(
+            "a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8"
+        )
     return lines
 
 
@@ -381,6 +432,10 @@ def template_notes(template: Template, workloads: Sequence[Workload]) -> list[st
     """Return a note if the chat template leaves out the tools that are offered."""
     offered = next((t for w in workloads for c in w.cases[:1] if (t := w.tools_for(c))), None)
     message = [{"role": "user", "content": "?"}]
-    if offered is None or template.render(message, offered, False) != template.render(message, None, False):
+    if offered is None or template.render(message, offered, False) != template.render(
+        message, None, False
+    ):
         return []
-    return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]
+    return [
+        "the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"
+    ]

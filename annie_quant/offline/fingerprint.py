@@ -76,7 +76,11 @@ class Fingerprint:
         """The named arithmetic; None for none of these."""
         best = self.candidates[0]
         closest = min(max(c.difference, FLOOR) for c in self.candidates)
-        return best.name if best.difference <= min(LIMIT * best.noise, max(CLOSEST * closest, FLOOR)) else None
+        return (
+            best.name
+            if best.difference <= min(LIMIT * best.noise, max(CLOSEST * closest, FLOOR))
+            else None
+        )
 
     @property
     def is_doubtful(self) -> bool:
@@ -91,7 +95,10 @@ def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
     workloads = [w for w in judge.load_workloads() if not w.cases[0].turns]
     per_workload = -(-n // len(workloads))
     requests = [
-        sorted((template.request(w, c) for c in w.cases[:: max(1, len(w.cases) // 24)]), key=lambda r: len(r.prompt))
+        sorted(
+            (template.request(w, c) for c in w.cases[:: max(1, len(w.cases) // 24)]),
+            key=lambda r: len(r.prompt),
+        )
         for w in workloads
     ]
     chosen = [rows[i].prompt for i in range(per_workload) for rows in requests if i < len(rows)]
@@ -116,7 +123,9 @@ def compare_with_server(
     used = [i for i, answer in enumerate(answers) if answer]
     rows = [Row(prompts[i], list(answers[i])) for i in used]
     near = [[near_the_best(step) for step in logprobs[i]] for i in used]
-    served = [np.array([v for step in answer for v in step.values()], np.float64) for answer in near]
+    served = [
+        np.array([v for step in answer for v in step.values()], np.float64) for answer in near
+    ]
     token_lists = [[list(step) for step in answer] for answer in near]
     rows_equal: dict[str, float] = {}
     by_prompt: dict[str, np.ndarray] = {}  # log-likelihoods
@@ -139,18 +148,31 @@ def compare_with_server(
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))
         by_prompt[name] = np.array(
-            [-np.sum(np.log(2 * noise) + np.abs(a - b) / noise) for a, b in zip(served, own, strict=True)]
+            [
+                -np.sum(np.log(2 * noise) + np.abs(a - b) / noise)
+                for a, b in zip(served, own, strict=True)
+            ]
         )
-        return Candidate(name, profile.describe(), float(gaps.mean()), noise, float(by_prompt[name].sum()))
+        return Candidate(
+            name, profile.describe(), float(gaps.mean()), noise, float(by_prompt[name].sum())
+        )
 
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
     names = named_profiles(available)
     candidates = [candidate(engine, name, find_profile(name)) for name in names]
     if reference is not None and available != [profiles.UNQUANTIZED.name]:
-        candidates.append(candidate(loaded(reference, device), REFERENCE, profiles.in_bfloat16(profiles.UNQUANTIZED)))
+        candidates.append(
+            candidate(
+                loaded(reference, device), REFERENCE, profiles.in_bfloat16(profiles.UNQUANTIZED)
+            )
+        )
     candidates.sort(key=lambda c: -c.log_likelihood)
-    likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
+    likely = [
+        c
+        for c in candidates
+        if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])
+    ]
     on_cpus = {name for name in names if find_profile(name).delta_rule == profiles.CPU_KERNELS}
     # Stable; of equals, the name of a GPU's kernels.
     likely.sort(key=lambda c: (not c.name.startswith(family), c.name in on_cpus))
@@ -181,7 +203,10 @@ class GreedyTokens:
 
 
 def compare_tokens(
-    checkpoint: StrPath, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], device: str | None = None
+    checkpoint: StrPath,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    device: str | None = None,
 ) -> GreedyTokens:
     """Score a server's greedy tokens under the arithmetics of a checkpoint. Returns the one that they fit best."""
     rows = [Row(prompts[i], list(answer)) for i, answer in enumerate(answers) if answer]
@@ -192,15 +217,23 @@ def compare_tokens(
         with emulate(engine.model, profile, order):
             for i, logits in engine.scores(rows):
                 own = torch.log_softmax(logits.double(), -1).cpu()
-                by_row[i] = own.max(-1).values, own.gather(-1, torch.tensor(rows[i].target)[:, None])[:, 0]
+                by_row[i] = (
+                    own.max(-1).values,
+                    own.gather(-1, torch.tensor(rows[i].target)[:, None])[:, 0],
+                )
         best, chosen = (torch.cat([by_row[i][j] for i in range(len(rows))]).numpy() for j in (0, 1))
         return best, chosen
 
     results = []
     for name in named_profiles(profiles_of(engine.model)):
-        (best, chosen), (_, other) = scores(find_profile(name), USUAL), scores(*second_arithmetic(find_profile(name)))
+        (best, chosen), (_, other) = (
+            scores(find_profile(name), USUAL),
+            scores(*second_arithmetic(find_profile(name))),
+        )
         margins, noise = best - chosen, max(FLOOR, float(np.abs(chosen - other).mean()))
-        results.append(GreedyTokens(name, len(margins), int((margins > 0).sum()), float(margins.max()), noise))
+        results.append(
+            GreedyTokens(name, len(margins), int((margins > 0).sum()), float(margins.max()), noise)
+        )
     return min(results, key=lambda r: r.margin / r.limit)
 
 
@@ -223,7 +256,11 @@ def second_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
 def significantly_less(likelihoods: np.ndarray, best: np.ndarray) -> bool:
     """Return whether log-likelihoods per prompt are less than those of the best candidate by more than their spread allows."""
     gaps = best - likelihoods
-    return bool(gaps.mean() > SIGNIFICANT * gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else False
+    return (
+        bool(gaps.mean() > SIGNIFICANT * gaps.std(ddof=1) / np.sqrt(len(gaps)))
+        if len(gaps) > 1
+        else False
+    )
 
 
 def near_the_best(step: Mapping[int, float]) -> dict[int, float]:

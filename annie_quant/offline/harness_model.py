@@ -75,15 +75,27 @@ class AnnieQuantLM(TemplateLM):
         supported = profiles_of(self.model)
         self.profile = find_profile(profile or supported[0])
         if not is_supported(self.profile.name, supported):
-            raise UsageError(f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}")
-        rows = max_batch_size or (int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 1 else ROWS)
+            raise UsageError(
+                f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}"
+            )
+        rows = max_batch_size or (
+            int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 1 else ROWS
+        )
         self.engine = Engine(self.model, rows=int(rows))
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
         self.length = int(max_length or positions or DEFAULT_LENGTH)
         with loading_tokenizer(self.folder):
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        self.template = ChatTemplate(self.tokenizer, str(self.folder)) if self.tokenizer.chat_template else None
-        self.max_gen_toks, self.add_bos_token, self.enable_thinking = int(max_gen_toks), add_bos_token, enable_thinking
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=False
+            )
+        self.template = (
+            ChatTemplate(self.tokenizer, str(self.folder)) if self.tokenizer.chat_template else None
+        )
+        self.max_gen_toks, self.add_bos_token, self.enable_thinking = (
+            int(max_gen_toks),
+            add_bos_token,
+            enable_thinking,
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -106,18 +118,26 @@ class AnnieQuantLM(TemplateLM):
         """Return what lm-eval writes into its results."""
         return {"model_name": str(self.folder), "profile": self.profile.name, "dtype": self.dtype}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and self._begins_with_prefix(string):
             special = False
-        return list(self.tokenizer.encode(string, **({} if special is None else {"add_special_tokens": special})))
+        return list(
+            self.tokenizer.encode(
+                string, **({} if special is None else {"add_special_tokens": special})
+            )
+        )
 
     def _begins_with_prefix(self, string: str) -> bool:
         prefix = self.tokenizer.decode([self.prefix_token_id])
         return bool(prefix) and string.startswith(prefix)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **options: object
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        **options: object,
     ) -> list[tuple[float, bool]]:
         rows = []
         for _, context, target in requests:
@@ -126,10 +146,15 @@ class AnnieQuantLM(TemplateLM):
                     f"a context of {len(context)} and a target of {len(target)} tokens cannot be scored; the model has "
                     f"{self.length}"
                 )
-            tokens = [*context, *target][-(self.length + 1) :]  # a context that is too long loses its first tokens
+            tokens = [*context, *target][
+                -(self.length + 1) :
+            ]  # a context that is too long loses its first tokens
             rows.append(Row(tokens[: len(tokens) - len(target)], list(target)))
         found: dict[int, tuple[float, bool]] = {}
-        with progress_bar(len(rows), "log-likelihoods", options) as bar, emulate(self.model, self.profile):
+        with (
+            progress_bar(len(rows), "log-likelihoods", options) as bar,
+            emulate(self.model, self.profile),
+        ):
             for i, logits in self.engine.scores(rows):
                 expected = torch.tensor(rows[i].target, device=logits.device)
                 chosen = torch.log_softmax(logits, -1).gather(-1, expected[:, None])
@@ -165,11 +190,18 @@ class AnnieQuantLM(TemplateLM):
         limits = [self._limit(own) for own in settings]
         stops = [stop_strings(own) for own in settings]
         prompts = [self.tok_encode(c) or [self.prefix_token_id] for c in contexts]
-        prompts = [p[-max(1, self.length - limit) :] for p, limit in zip(prompts, limits, strict=True)]
+        prompts = [
+            p[-max(1, self.length - limit) :] for p, limit in zip(prompts, limits, strict=True)
+        ]
         ends = end_tokens(self.folder, self.tokenizer)
-        with progress_bar(len(requests), "answers", options) as bar, emulate(self.model, self.profile):
+        with (
+            progress_bar(len(requests), "answers", options) as bar,
+            emulate(self.model, self.profile),
+        ):
             completions = generate(self.engine, prompts, limits, ends, bar.update)
-        decoded = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+        decoded = self.tokenizer.batch_decode(
+            [c.tokens for c in completions], skip_special_tokens=True
+        )
         texts = [until(text, own) for text, own in zip(decoded, stops, strict=True)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -177,15 +209,27 @@ class AnnieQuantLM(TemplateLM):
 
     def _limit(self, settings: Mapping[str, Any]) -> int:
         if settings.get("do_sample") or settings.get("temperature"):
-            raise UsageError("the model annie_quant answers greedily", "--gen_kwargs do_sample=False,temperature=0")
-        limit = next((int(settings[name]) for name in LIMIT_NAMES if settings.get(name) is not None), self.max_gen_toks)
+            raise UsageError(
+                "the model annie_quant answers greedily",
+                "--gen_kwargs do_sample=False,temperature=0",
+            )
+        limit = next(
+            (int(settings[name]) for name in LIMIT_NAMES if settings.get(name) is not None),
+            self.max_gen_toks,
+        )
         if not 0 < limit < self.max_length:
-            raise UsageError(f"{limit} tokens to generate do not fit into the model's {self.max_length}")
+            raise UsageError(
+                f"{limit} tokens to generate do not fit into the model's {self.max_length}"
+            )
         return limit
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         if self.template is None:
-            raise UsageError(f"{self.folder} has no chat template", "leave out --apply_chat_template")
+            raise UsageError(
+                f"{self.folder} has no chat template", "leave out --apply_chat_template"
+            )
         thinking = bool(self.enable_thinking)
         if add_generation_prompt:
             return self.template.render(chat_history, None, True, enable_thinking=thinking)

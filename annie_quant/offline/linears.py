@@ -61,14 +61,24 @@ class FixedDtypeLinear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str | None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
     ) -> None:
         """Register an uninitialized parameter without gradient; None for shape None."""
         empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
-        self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
+        self.register_parameter(
+            name, None if empty is None else nn.Parameter(empty, requires_grad=False)
+        )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FixedDtypeLinear:
-        before = {name: p.data for name in self.FIXED_DTYPE if (p := getattr(self, name)) is not None}
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> FixedDtypeLinear:
+        before = {
+            name: p.data for name in self.FIXED_DTYPE if (p := getattr(self, name)) is not None
+        }
         super()._apply(fn, recurse)
         for name, data in before.items():
             parameter = getattr(self, name)
@@ -122,21 +132,31 @@ class NVFP4Linear(FixedDtypeLinear):
     ) -> None:
         super().__init__(in_features, out_features)
         if in_features % group:
-            raise UsageError(f"NVFP4 needs rows of a multiple of {group} values, this linear has {in_features}")
+            raise UsageError(
+                f"NVFP4 needs rows of a multiple of {group} values, this linear has {in_features}"
+            )
         self.group = group
         dtype = dtype or torch.bfloat16
         names, scalar = self.NAMES, self.SCALAR_SHAPE
         self.register_parameter("weight", None)
-        self.add_parameter(names.input_scale, scalar if activations else None, torch.float32, device)
+        self.add_parameter(
+            names.input_scale, scalar if activations else None, torch.float32, device
+        )
         self.add_parameter("pre_quant_scale", (in_features,) if pre_quant else None, dtype, device)
         self.add_parameter("bias", (out_features,) if bias else None, dtype, device)
         self.add_parameter(names.codes, (out_features, in_features // 2), torch.uint8, device)
-        self.add_parameter(names.block_scale, (out_features, in_features // group), torch.float8_e4m3fn, device)
+        self.add_parameter(
+            names.block_scale, (out_features, in_features // group), torch.float8_e4m3fn, device
+        )
         self.add_parameter(names.tensor_scale, scalar, torch.float32, device)
         self.numerics = "w4a4" if activations else "w4a16"
         self.cache = "packed"
-        self.dense: torch.Tensor | None = None  # the dequantized weights, unless the cache is "packed"
-        self.permutation: torch.Tensor | None = None  # of K, for another order of the sums (emulation.SumOrder)
+        self.dense: torch.Tensor | None = (
+            None  # the dequantized weights, unless the cache is "packed"
+        )
+        self.permutation: torch.Tensor | None = (
+            None  # of K, for another order of the sums (emulation.SumOrder)
+        )
         self.parts = 1  # of K, whose sums are added
         self.prepared: torch_op.Prepared | None = None  # the weights as our CUDA kernels read them
         self._scalars: Scalars | None = None
@@ -166,7 +186,9 @@ class NVFP4Linear(FixedDtypeLinear):
         """Return the scales, read from the device once."""
         if self._scalars is None:
             stored = getattr(self, self.NAMES.tensor_scale).item()
-            input_scale = getattr(self, self.NAMES.input_scale).item() if self.has_input_scale else None
+            input_scale = (
+                getattr(self, self.NAMES.input_scale).item() if self.has_input_scale else None
+            )
             if self.RECIPROCAL:
                 input_scale = None if input_scale is None else reciprocal(input_scale)
                 self._scalars = Scalars(reciprocal(stored), stored, input_scale)
@@ -182,7 +204,9 @@ class NVFP4Linear(FixedDtypeLinear):
         self.scalars()
         if self.prepared is None and self.dense is None and can_use_kernels(self):
             torch_op.register()
-            self.prepared = torch_op.prepare(self.codes, self.block_scale, self.scalars().tensor_scale)
+            self.prepared = torch_op.prepare(
+                self.codes, self.block_scale, self.scalars().tensor_scale
+            )
 
     def set_numerics(self, numerics: str) -> None:
         """Set a numerics profile's activation format. Raises UsageError where the checkpoint or the shape does not define it."""
@@ -193,7 +217,9 @@ class NVFP4Linear(FixedDtypeLinear):
                 "use w4a16 or vllm-marlin",
             )
         if profile.activations == profiles.Q8_0 and self.in_features % codec.QK8_0:
-            raise UsageError(f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}")
+            raise UsageError(
+                f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}"
+            )
         self.numerics = numerics
 
     def set_cache(self, cache: str) -> None:
@@ -201,7 +227,9 @@ class NVFP4Linear(FixedDtypeLinear):
         if cache not in CACHES:
             raise UsageError(f"unknown cache {cache!r}", f"choose one of: {', '.join(CACHES)}")
         self.cache = cache
-        self.dense = None if cache == "packed" else self.rows(0, self.out_features, CACHE_DTYPE[cache])
+        self.dense = (
+            None if cache == "packed" else self.rows(0, self.out_features, CACHE_DTYPE[cache])
+        )
 
     def reorder(self, permutation: torch.Tensor | None, parts: int) -> None:
         """Sum in another order from now on (emulation.SumOrder). Dequantized weights are stored in that order, in place."""
@@ -238,7 +266,11 @@ class NVFP4Linear(FixedDtypeLinear):
         """Return all weights [N, K] in `dtype`, as the profile multiplies them."""
         if self.dense is None:
             return self.rows(0, self.out_features, self.operands or dtype).to(dtype)
-        return self.dense.to(dtype) if self.operands is None else self.dense.to(self.operands).to(dtype)
+        return (
+            self.dense.to(dtype)
+            if self.operands is None
+            else self.dense.to(self.operands).to(dtype)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.pre_quant_scale is not None:
@@ -246,7 +278,9 @@ class NVFP4Linear(FixedDtypeLinear):
         x = self.rounded_input(x)
         if self.permutation is not None or self.parts > 1:
             return self.reordered(x)
-        has_gradient = torch.is_grad_enabled() and x.requires_grad  # which the products on packed weights have not
+        has_gradient = (
+            torch.is_grad_enabled() and x.requires_grad
+        )  # which the products on packed weights have not
         if has_gradient or self.dense is not None or self.operands is not None:
             return nn.functional.linear(x, self.weights(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
@@ -262,10 +296,16 @@ class NVFP4Linear(FixedDtypeLinear):
         if self.prepared is not None and x.dtype in (torch.bfloat16, torch.float16):
             y = torch.ops.annie_quant.nvfp4_linear(x, *self.prepared)
             return y if bias is None else y + bias
-        if x.device.type == "cpu" and x.numel() <= FEW_ROWS * self.in_features and not torch.compiler.is_compiling():
+        if (
+            x.device.type == "cpu"
+            and x.numel() <= FEW_ROWS * self.in_features
+            and not torch.compiler.is_compiling()
+        ):
             tensor_scale, divisor, _ = self.scalars()
             scale = tensor_scale if divisor is None else divisor
-            y = codec.packed_matmul(x, self.codes, self.block_scale, scale, self.group, divisor is not None)
+            y = codec.packed_matmul(
+                x, self.codes, self.block_scale, scale, self.group, divisor is not None
+            )
             return y if bias is None else y + bias
         spans = self.row_spans(x)
         if len(spans) == 1:
@@ -281,7 +321,9 @@ class NVFP4Linear(FixedDtypeLinear):
         whole = self.dense is not None or self.operands is not None
         spans = [] if whole else self.row_spans(x)
         blocks = [self.weights(x.dtype)] if whole else (self.rows(*span, x.dtype) for span in spans)
-        products = [sum_of_parts(x, w if order is None else w[:, order], self.parts) for w in blocks]
+        products = [
+            sum_of_parts(x, w if order is None else w[:, order], self.parts) for w in blocks
+        ]
         y = products[0] if len(products) == 1 else torch.cat(products, -1)
         return y if self.bias is None else y + self.bias
 
@@ -305,7 +347,9 @@ def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Ten
     """Return x W^T [..., N] as the sum of the products of `parts` parts of K."""
     if parts == 1:
         return nn.functional.linear(x, weight)
-    total, *rest = map(nn.functional.linear, x.tensor_split(parts, -1), weight.tensor_split(parts, -1))
+    total, *rest = map(
+        nn.functional.linear, x.tensor_split(parts, -1), weight.tensor_split(parts, -1)
+    )
     for product in rest:
         total += product
     return total
@@ -336,7 +380,9 @@ def set_numerics(model: nn.Module, numerics: str) -> None:
     linears = nvfp4_linears(model).values()
     mixed = any(m.has_input_scale for m in linears)
     for linear in linears:
-        linear.set_numerics("w4a16" if mixed and needs_scale and not linear.has_input_scale else numerics)
+        linear.set_numerics(
+            "w4a16" if mixed and needs_scale and not linear.has_input_scale else numerics
+        )
 
 
 def set_cache(model: nn.Module, cache: str) -> None:
@@ -374,7 +420,9 @@ class FP8Linear(FixedDtypeLinear):
         self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
         self.add_parameter(self.SCALE, scale_shape, scale_dtype, device)
         self.add_parameter("input_scale", input_shape, torch.float32, device)
-        self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
+        self.add_parameter(
+            "bias", (out_features,) if bias else None, dtype or torch.bfloat16, device
+        )
 
     def scales(self) -> list[nn.Parameter]:
         """Return the stored scales."""
@@ -407,7 +455,9 @@ class BlockFP8Linear(FP8Linear):
     SCALE = "weight_scale_inv"
     FIXED_DTYPE = ("weight", SCALE)
 
-    def __init__(self, in_features: int, out_features: int, *, block: tuple[int, int], **options: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, block: tuple[int, int], **options: Any
+    ) -> None:
         size_of_block = (min(block[0], out_features), min(block[1], in_features))
         grid = (-(-out_features // size_of_block[0]), -(-in_features // size_of_block[1]))
         super().__init__(in_features, out_features, scale_shape=grid, **options)
@@ -445,7 +495,9 @@ def token_scales(x: torch.Tensor) -> torch.Tensor:
 class Expert(nn.Module):
     """One expert: down(act(gate(x)) * up(x)). Its linears have the names of the family's description."""
 
-    def __init__(self, linears: dict[str, nn.Linear], act_fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, linears: dict[str, nn.Linear], act_fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         for name, linear in linears.items():
             self.add_module(name, linear)
@@ -495,12 +547,16 @@ class SingleExperts(nn.Module):
 
 def linear_of(weight: torch.Tensor) -> nn.Linear:
     """Return a linear without bias over the memory of `weight` [out, in]."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    linear = nn.Linear(
+        weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype
+    )
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
-def separate(model: nn.Module, family: Family, only: Callable[[str], bool] = lambda name: True) -> None:
+def separate(
+    model: nn.Module, family: Family, only: Callable[[str], bool] = lambda name: True
+) -> None:
     """Replace the merged experts of a model by single ones over the same memory.
 
     only: whether to replace the module of this name. Does nothing to a dense model.

@@ -57,7 +57,11 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 
-CACHE_BYTES = {"packed": 0.0, "bf16": 2.0, "float32": 4.0}  # per weight, in addition to the packed bytes
+CACHE_BYTES = {
+    "packed": 0.0,
+    "bf16": 2.0,
+    "float32": 4.0,
+}  # per weight, in addition to the packed bytes
 MEMORY_HINT = 'a smaller cache (packed), another device, or device_map="auto" with offload_folder'
 
 
@@ -92,7 +96,9 @@ def load(
     settings: JsonObject | None = None
     with one_line_errors(folder):
         if method:
-            settings = shards.config.get("quantization_config") or {"weight_block_size": list(fp8.BLOCK)}
+            settings = shards.config.get("quantization_config") or {
+                "weight_block_size": list(fp8.BLOCK)
+            }
             settings = {**settings, "quant_method": method}
         elif "quantization_config" not in shards.config and quant_config is not None:
             settings = {"quant_method": "modelopt", **quant_config["quantization"]}
@@ -130,7 +136,9 @@ def check_names(folder: Path, info: dict[str, Any]) -> None:
     ):
         if names:
             more = f" and {len(names) - 1} more tensors" if names[1:] else ""
-            raise CheckpointError(f"{folder.name} {problem} {names[0]}{more}", "annie-quant audit DIR")
+            raise CheckpointError(
+                f"{folder.name} {problem} {names[0]}{more}", "annie-quant audit DIR"
+            )
 
 
 def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
@@ -140,7 +148,9 @@ def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> N
         if info.dtype == "U8":
             size += info.size_bytes + 2 * info.elements * CACHE_BYTES.get(cache, 0)
         else:
-            size += info.size_bytes * (2 if str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16") else 1)
+            size += info.size_bytes * (
+                2 if str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16") else 1
+            )
     free = psutil.virtual_memory().available
     if size > free:
         raise EnvironmentFault(
@@ -158,12 +168,25 @@ def one_line_errors(folder: Path) -> Iterator[None]:
     except AnnieError:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise EnvironmentFault(f"{folder.name} does not fit into memory: {first_line(error)}", MEMORY_HINT) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise EnvironmentFault(
+            f"{folder.name} does not fit into memory: {first_line(error)}", MEMORY_HINT
+        ) from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
         if "not enough memory" in str(error):
-            raise EnvironmentFault(f"{folder.name} does not fit into memory", MEMORY_HINT) from error
+            raise EnvironmentFault(
+                f"{folder.name} does not fit into memory", MEMORY_HINT
+            ) from error
         raise CheckpointError(
-            f"{folder.name} cannot be loaded: {type(error).__name__}: {first_line(error)}", "annie-quant audit DIR"
+            f"{folder.name} cannot be loaded: {type(error).__name__}: {first_line(error)}",
+            "annie-quant audit DIR",
         ) from error
 
 
@@ -191,7 +214,11 @@ def profiles_of(model: nn.Module) -> list[str]:
     formats = numerics_of(model)
     if formats == [UNQUANTIZED.name]:
         return formats
-    return [name for name, profile in PROFILES.items() if "w4a4" in formats or not profile.needs_input_scale]
+    return [
+        name
+        for name, profile in PROFILES.items()
+        if "w4a4" in formats or not profile.needs_input_scale
+    ]
 
 
 # ---- a GGUF file
@@ -211,7 +238,9 @@ ENDS = (
 TEMPLATE = "add one: gguf_new_metadata.py --chat-template-file FILE (llama.cpp's gguf-py)"
 
 
-def convert_gguf(path: Path, output: Path | None, force: bool = False, progress: Progress = SILENT) -> Conversion:
+def convert_gguf(
+    path: Path, output: Path | None, force: bool = False, progress: Progress = SILENT
+) -> Conversion:
     """Write a GGUF file as a model folder in bf16.
 
     Raises CheckpointError for a file that is cut or has unknown types, for an architecture that is not read here or not by
@@ -223,11 +252,21 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
     architecture = check_gguf(path, reader)
     target = output or path.with_suffix("")
     kinds = Counter(t.tensor_type.name for t in reader.tensors)
-    progress.message(f"{path.name}: {architecture}, {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}")
-    with staged(target, force=force, inputs=(path,)) as part, one_line_errors(path), opened_once(reader):
+    progress.message(
+        f"{path.name}: {architecture}, {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}"
+    )
+    with (
+        staged(target, force=force, inputs=(path,)) as part,
+        one_line_errors(path),
+        opened_once(reader),
+    ):
         tokenizer = read_tokenizer(path, reader)
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-        if hasattr(config, "head_dim") and (width := gguf_value(reader, f"{architecture}.attention.key_length")):
+        config = AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
+        if hasattr(config, "head_dim") and (
+            width := gguf_value(reader, f"{architecture}.attention.key_length")
+        ):
             config.head_dim = width  # transformers 5.14 takes the class's default
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -260,7 +299,11 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
     gguf = need("gguf", "serve")
     architecture = str(gguf_value(reader, "general.architecture", ""))
     # transformers 5.14 gives a family with windows its class's default scale of attention, whatever the file's heads are.
-    known = [f.gguf.architecture for f in models.families() if f.gguf and not f.experts and not f.gguf.window_pattern]
+    known = [
+        f.gguf.architecture
+        for f in models.families()
+        if f.gguf and not f.experts and not f.gguf.window_pattern
+    ]
     served = f"annie-quant serve {shlex.quote(str(path))} --runtime llama.cpp, and bench, take it"
     if architecture not in known:
         raise CheckpointError(
@@ -268,18 +311,24 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
             served,
         )
     try:
-        from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES as readable
+        from transformers.modeling_gguf_pytorch_utils import (
+            GGUF_SUPPORTED_ARCHITECTURES as readable,
+        )
     except ImportError:
         readable = []
     if architecture not in readable:
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} does not read {architecture} from GGUF", served
+            f"{path}: transformers {transformers.__version__} does not read {architecture} from GGUF",
+            served,
         )
     for tensor in reader.tensors:
         kind = tensor.tensor_type
-        if kind.name == "NVFP4" or (kind.name not in PLAIN and kind not in gguf.quants._type_traits):
+        if kind.name == "NVFP4" or (
+            kind.name not in PLAIN and kind not in gguf.quants._type_traits
+        ):
             raise CheckpointError(
-                f"{path}: {printable(tensor.name, 80)} has type {kind.name}, which is not dequantized here", served
+                f"{path}: {printable(tensor.name, 80)} has type {kind.name}, which is not dequantized here",
+                served,
             )
     scaling = gguf_value(reader, f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(t.name == "rope_freqs.weight" for t in reader.tensors):
@@ -288,17 +337,27 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
             "start from the model's own folder",
         )
     if not gguf_value(reader, "tokenizer.chat_template", ""):
-        raise CheckpointError(f"{path}: no chat template, so conversations cannot be rendered", TEMPLATE)
+        raise CheckpointError(
+            f"{path}: no chat template, so conversations cannot be rendered", TEMPLATE
+        )
     return architecture
 
 
 def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:
     """Return the file's tokenizer, with the tokens that are never split and the end token that the file names."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    tokens, kinds = gguf_value(reader, "tokenizer.ggml.tokens", []), gguf_value(reader, "tokenizer.ggml.token_type", [])
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, trust_remote_code=False
+    )
+    tokens, kinds = (
+        gguf_value(reader, "tokenizer.ggml.tokens", []),
+        gguf_value(reader, "tokenizer.ggml.token_type", []),
+    )
     for kind, special in ((vocabulary.CONTROL, True), (vocabulary.USER_DEFINED, False)):
         whole = [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
-        tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in whole], special_tokens=special)
+        tokenizer.add_tokens(
+            [AddedToken(t, special=special, normalized=False) for t in whole],
+            special_tokens=special,
+        )
     if (steps := pre_tokenizer(str(gguf_value(reader, "tokenizer.ggml.pre", "")))) is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = steps
     end = gguf_value(reader, "tokenizer.ggml.eos_token_id")
@@ -312,18 +371,31 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     expression = next((e for e, known in vocabulary.PRE_TOKENIZERS.items() if known == name), None)
     if expression is not None:
         split = pre_tokenizers.Split(Regex(expression), "isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     if name not in vocabulary.STEPS.values():
         return None
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if name == vocabulary.STEPS["Digits", "ByteLevel"] else []
-    return pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    digits = (
+        [pre_tokenizers.Digits(individual_digits=True)]
+        if name == vocabulary.STEPS["Digits", "ByteLevel"]
+        else []
+    )
+    return pre_tokenizers.Sequence(
+        [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
 
 
-def generation_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+def generation_config(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> GenerationConfig:
     """Return greedy decoding that ends at each token that ends an answer in llama.cpp."""
     ids = tokenizer.get_added_vocab()  # "</s>" may also be plain text of a vocabulary
     ends = [tokenizer.eos_token_id, *(ids[t] for t in ENDS if t in ids)]
     ends = list(dict.fromkeys(i for i in ends if i is not None))
     return GenerationConfig(
-        do_sample=False, bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, eos_token_id=ends
+        do_sample=False,
+        bos_token_id=config.bos_token_id,
+        pad_token_id=config.pad_token_id,
+        eos_token_id=ends,
     )

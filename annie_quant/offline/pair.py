@@ -42,7 +42,14 @@ from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import KLFigures, KLSummary, LayerDivergence, MarginBin, Sensitivity, SensitivityKey
+from annie_quant.documents import (
+    KLFigures,
+    KLSummary,
+    LayerDivergence,
+    MarginBin,
+    Sensitivity,
+    SensitivityKey,
+)
 from annie_quant.judge import Workload, tool_eval
 from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
@@ -145,11 +152,15 @@ class ModelPair:
     def scored(self, answered: Sequence[Answered]) -> list[ScoredAnswer]:
         """Return the reference's answers as scored answers."""
         return [
-            ScoredAnswer(r.workload.name, r.prompt, tuple(self.template.target(c)), r.workload.thinking)
+            ScoredAnswer(
+                r.workload.name, r.prompt, tuple(self.template.target(c)), r.workload.thinking
+            )
             for r, c in answered
         ]
 
-    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, ComparedAnswer]:
+    def compare(
+        self, scored: Sequence[ScoredAnswer], text: str | None = None
+    ) -> dict[int, ComparedAnswer]:
         """Score the answers with both models, and return the comparison of each by its index.
 
         text: reported as progress; None reports nothing.
@@ -170,7 +181,10 @@ class ModelPair:
         return comparisons
 
     def summarize(
-        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, ComparedAnswer], offset: int = 0
+        self,
+        scored: Sequence[ScoredAnswer],
+        comparisons: Mapping[int, ComparedAnswer],
+        offset: int = 0,
     ) -> KLSummary | None:
         """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
         if not scored:
@@ -223,21 +237,31 @@ def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
     if folder.resolve() == source.resolve() or prompt_files.same_bytes(folder, source):
         return PromptCheck([], [])
     if not prompt_files.has_tokenizer(folder):
-        return PromptCheck([], ["the checkpoint has no tokenizer; both models were evaluated with the reference's"])
+        return PromptCheck(
+            [], ["the checkpoint has no tokenizer; both models were evaluated with the reference's"]
+        )
     blocking = [difference.message for difference in prompt_files.differences(folder, source)]
     try:
         own = Template(folder)
     except AnnieError as error:
-        return PromptCheck([*blocking, f"no server can use the checkpoint's tokenizer: {error.message}"], [])
+        return PromptCheck(
+            [*blocking, f"no server can use the checkpoint's tokenizer: {error.message}"], []
+        )
     if set(own.end_tokens) != set(template.end_tokens):
-        blocking.append(f"its answers end with tokens {own.end_tokens}, the reference's with {template.end_tokens}")
+        blocking.append(
+            f"its answers end with tokens {own.end_tokens}, the reference's with {template.end_tokens}"
+        )
     if other := other_prompts(own, template, answered):
         names = ", ".join(other[:SHOWN]) + (", ..." if len(other) > SHOWN else "")
         blocking.append(
             f"the checkpoint's own tokenizer and chat template give other tokens for {len(other)} of {len(answered)} prompts "
             f"({names}); the answers that were compared are not those of a server"
         )
-    notes = [] if blocking else ["the tokenizer's files differ from the reference's, and give the same tokens"]
+    notes = (
+        []
+        if blocking
+        else ["the tokenizer's files differ from the reference's, and give the same tokens"]
+    )
     return PromptCheck(blocking, notes)
 
 
@@ -248,10 +272,16 @@ def other_prompts(own: Template, template: Template, answered: Sequence[Answered
     for request, completion in answered:
         messages = earlier.setdefault(request.conversation, [])
         try:
-            same = own.request(request.workload, request.case, request.turn, messages).prompt == request.prompt
+            same = (
+                own.request(request.workload, request.case, request.turn, messages).prompt
+                == request.prompt
+            )
         except AnnieError:
             same = False
-        texts = [t.tokenizer.decode(completion.tokens, skip_special_tokens=False) for t in (own, template)]
+        texts = [
+            t.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+            for t in (own, template)
+        ]
         if not same or texts[0] != texts[1]:
             other.append(request.name)
         messages.append(template.message(request, completion))
@@ -264,7 +294,9 @@ def working_dtype(folders: Sequence[Path], device: str) -> str:
     The same on a CPU and a GPU, so that a verdict does not depend on the device: numerics profiles round from float32
     (emulation.py).
     """
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = (
+        psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    )
     # In float32 both need 8 bytes per weight. On disk they have 2.5 (4 bits and bf16), so this is at most 3.2 times the size;
     # the rest is for activations and logits.
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
@@ -279,7 +311,9 @@ MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
 
 
 @torch.inference_mode()
-def compare_logits(reference: torch.Tensor, quantized: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+def compare_logits(
+    reference: torch.Tensor, quantized: torch.Tensor, target: torch.Tensor
+) -> np.ndarray:
     """Return FIELDS of n tokens, float64 [n, len(FIELDS)]. reference, quantized: logits [n, V]. target: tokens int64 [n]."""
     p = torch.log_softmax(reference.double(), -1)
     q = torch.log_softmax(quantized.double(), -1)
@@ -298,7 +332,9 @@ def compare_logits(reference: torch.Tensor, quantized: torch.Tensor, target: tor
     return torch.stack(columns, -1).cpu().numpy()
 
 
-def kl_summary(fields: np.ndarray, categories: np.ndarray, classes: np.ndarray, decisions: np.ndarray) -> KLSummary:
+def kl_summary(
+    fields: np.ndarray, categories: np.ndarray, classes: np.ndarray, decisions: np.ndarray
+) -> KLSummary:
     """Return the figures of n tokens, per category, per class and of decisions.
 
     fields: from compare_logits.
@@ -309,7 +345,11 @@ def kl_summary(fields: np.ndarray, categories: np.ndarray, classes: np.ndarray, 
     return KLSummary(
         **msgspec.structs.asdict(figures(fields)),
         by_category={str(c): figures(fields[categories == c]) for c in dict.fromkeys(categories)},
-        by_class={name: figures(fields[classes == i]) for i, name in enumerate(CLASSES) if (classes == i).any()},
+        by_class={
+            name: figures(fields[classes == i])
+            for i, name in enumerate(CLASSES)
+            if (classes == i).any()
+        },
         margins=margin_bins(fields),
         decisions=figures(fields[decisions]) if decisions.any() else None,
     )
@@ -405,12 +445,18 @@ def sensitivity(
         rows=rows,
     )
     with open_pair(job, progress) as pair:
-        return msgspec.to_builtins(measure_layers(pair, numerics, modes, None if output is None else Path(output)))
+        return msgspec.to_builtins(
+            measure_layers(pair, numerics, modes, None if output is None else Path(output))
+        )
 
 
-def measure_layers(pair: ModelPair, numerics: str | None, modes: Sequence[str], output: Path | None) -> Sensitivity:
+def measure_layers(
+    pair: ModelPair, numerics: str | None, modes: Sequence[str], output: Path | None
+) -> Sensitivity:
     """Sensitivity of loaded models over the job's prompts."""
-    scored = pair.scored(pair.reference.answer(pair.job.prompts(pair.job.n_per_gate), pair.progress))
+    scored = pair.scored(
+        pair.reference.answer(pair.job.prompts(pair.job.n_per_gate), pair.progress)
+    )
     linears = nvfp4_linears(pair.model)
     if not linears:
         raise UsageError(f"{pair.job.checkpoint} has no NVFP4 linears")
@@ -419,7 +465,10 @@ def measure_layers(pair: ModelPair, numerics: str | None, modes: Sequence[str], 
     reference_model = pair.reference.engine().model
     originals = {name: reference_model.get_submodule(name).weight for name in linears}
     key = SensitivityKey(
-        model_sha256(pair.job.checkpoint), pair.reference.files.sha256, numerics, [len(s.target) for s in scored]
+        model_sha256(pair.job.checkpoint),
+        pair.reference.files.sha256,
+        numerics,
+        [len(s.target) for s in scored],
     )
     result = stored_sensitivity(output, key) or Sensitivity(str(pair.job.checkpoint), numerics, key)
 
@@ -437,7 +486,9 @@ def measure_layers(pair: ModelPair, numerics: str | None, modes: Sequence[str], 
         pair.progress.update(index, total, f"sensitivity: {mode} {layer}")
         measured = result.alone if mode == "alone" else result.restored
         if layer not in measured:
-            measured[layer] = divergence(n for n in linears if (layer_of(n) == layer) == (mode == "restored"))
+            measured[layer] = divergence(
+                n for n in linears if (layer_of(n) == layer) == (mode == "restored")
+            )
             store_sensitivity(result, output)
     return result
 
@@ -466,14 +517,18 @@ def restored_linears(
 def measure_divergence(pair: ModelPair, scored: Sequence[ScoredAnswer]) -> LayerDivergence:
     kl = pair.summarize(scored, pair.compare(scored))
     if kl is None:
-        raise UsageError("sensitivity needs at least one answer", "give more workloads or a larger n_per_gate")
+        raise UsageError(
+            "sensitivity needs at least one answer", "give more workloads or a larger n_per_gate"
+        )
     return LayerDivergence(kl.mean, kl.p99, kl.same_top, kl.flips, kl.n_tokens)
 
 
 def stored_sensitivity(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
     """Return the measurements of an earlier run on the same models and answers, or None."""
     try:
-        stored = None if output is None else msgspec.convert(files.read_whole_json(output), Sensitivity)
+        stored = (
+            None if output is None else msgspec.convert(files.read_whole_json(output), Sensitivity)
+        )
     except msgspec.ValidationError:
         return None
     return stored if stored is not None and stored.key == key else None

@@ -86,13 +86,20 @@ PROFILES = {
         Profile("w4a4", NVFP4),
         Profile("w4a16", UNROUNDED),
         _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
-        _bf16("vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"),
+        _bf16(
+            "vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"
+        ),
         _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
         _vllm_cpu("vllm-cpu", NVFP4),
         _vllm_cpu("vllm-cpu-w4a16", UNROUNDED),
         Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
         Profile(
-            "llama.cpp-blackwell", NVFP4_SEARCHED, "float32", "bfloat16", "float16", "llama.cpp on a Blackwell GPU"
+            "llama.cpp-blackwell",
+            NVFP4_SEARCHED,
+            "float32",
+            "bfloat16",
+            "float16",
+            "llama.cpp on a Blackwell GPU",
         ),
     )
 }
@@ -121,7 +128,8 @@ def choose(requested: Sequence[str], supported: Sequence[str]) -> tuple[list[str
     chosen = [n for n in dict.fromkeys(requested) if is_supported(n, supported)]
     if not chosen:
         raise UsageError(
-            f"the checkpoint does not support {', '.join(requested)}", f"it supports: {', '.join(supported)}"
+            f"the checkpoint does not support {', '.join(requested)}",
+            f"it supports: {', '.join(supported)}",
         )
     return chosen, [n for n in requested if n not in chosen]
 
@@ -145,13 +153,17 @@ def find_profile(name: str) -> Profile:
 def in_float32(profile: Profile) -> Profile:
     """Return the same activation format with everything else in float32."""
     kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "float32"
-    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv=kv, operands=EXACT, beta=FLOAT32)
+    return dataclasses.replace(
+        profile, stream="float32", plain_input="float32", kv=kv, operands=EXACT, beta=FLOAT32
+    )
 
 
 def in_bfloat16(profile: Profile) -> Profile:
     """Return the same activation format with everything else rounded to bfloat16, as GPU servers do, DeltaNet's beta too."""
     kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "bfloat16"
-    return with_rounded_beta(dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv=kv))
+    return with_rounded_beta(
+        dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv=kv)
+    )
 
 
 def with_rounded_beta(profile: Profile) -> Profile:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from annie_quant.offline.decoding import Completion
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_XML = re.compile(r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>", re.DOTALL)
+_XML = re.compile(
+    r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>",
+    re.DOTALL,
+)
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)', re.DOTALL)  # its end may be missing: the answer was cut
 _SPACE = re.compile(r"\s*")
 _THOUGHTS = re.compile(r".*</think>\s*", re.DOTALL)
@@ -143,7 +146,8 @@ def _space(text: str, at: int) -> int:
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
 _SPANS = re.compile(
-    r"(?P<tool_markup><tool_call>.*?(?:</tool_call>|$))|(?P<thinking><think>.*?(?:</think>|$))", re.DOTALL
+    r"(?P<tool_markup><tool_call>.*?(?:</tool_call>|$))|(?P<thinking><think>.*?(?:</think>|$))",
+    re.DOTALL,
 )
 
 
@@ -167,7 +171,9 @@ class TurnRequest:
 
     @property
     def name(self) -> str:
-        return f"{self.workload.name}/{self.case.id}" + (f"/{self.turn + 1}" if self.case.turns else "")
+        return f"{self.workload.name}/{self.case.id}" + (
+            f"/{self.turn + 1}" if self.case.turns else ""
+        )
 
 
 class Answered(NamedTuple):
@@ -195,14 +201,23 @@ def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     Servers do the same: without a generation config they take the model's. Raises UsageError for none.
     """
-    documents = (read_whole_json(folder / f"{name}.json") for name in ("generation_config", "config"))
+    documents = (
+        read_whole_json(folder / f"{name}.json") for name in ("generation_config", "config")
+    )
     eos = next(
-        (d["eos_token_id"] for d in documents if isinstance(d, dict) and d.get("eos_token_id") is not None), None
+        (
+            d["eos_token_id"]
+            for d in documents
+            if isinstance(d, dict) and d.get("eos_token_id") is not None
+        ),
+        None,
     )
     named = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     tokens = list(dict.fromkeys(e for e in map(integer, named) if e is not None))
     if not tokens:
-        raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
+        raise UsageError(
+            f"{folder}: neither the tokenizer nor generation_config.json names an end token"
+        )
     return tokens
 
 
@@ -216,25 +231,39 @@ class Template:
         with loading_tokenizer(Path(folder)):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not self.tokenizer.chat_template:
-            raise UsageError(f"{folder} has no chat template", f"copy chat_template.jinja into {folder}")
+            raise UsageError(
+                f"{folder} has no chat template", f"copy chat_template.jinja into {folder}"
+            )
         self.chat_template = ChatTemplate(self.tokenizer, str(folder))
         source = self.chat_template.with_tools()
         self.tool_form, self.thinks = form_of(source), THINK in source or not source
         self.end_tokens = end_tokens(Path(folder), self.tokenizer)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        thinking: bool,
+        generation_prompt: bool = True,
     ) -> str:
-        return self.chat_template.render(messages, tools, generation_prompt, enable_thinking=thinking)
+        return self.chat_template.render(
+            messages, tools, generation_prompt, enable_thinking=thinking
+        )
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def request(
-        self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()
+        self,
+        workload: Workload,
+        case: Case,
+        turn: int = 0,
+        answers: Sequence[Mapping[str, Any]] = (),
     ) -> TurnRequest:
         """Return the request of a turn. answers: assistant messages of the turns before."""
-        text = self.render(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
+        text = self.render(
+            workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking
+        )
         return TurnRequest(workload, case, turn, tuple(self.ids(text)))
 
     def answer(self, request: TurnRequest, completion: Completion) -> Answer:
@@ -244,8 +273,12 @@ class Template:
         tools = request.workload.tools_for(request.case)
         thinking = request.workload.thinking and self.thinks
         parsed = parse_raw(raw, thinking, tools, completion_tokens=n_tokens, form=self.tool_form)
-        reason = "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
-        return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
+        reason = (
+            "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
+        )
+        return Answer(
+            parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens
+        )
 
     def message(self, request: TurnRequest, completion: Completion) -> ChatMessage:
         """Return the answer as a message of the conversation."""
@@ -254,7 +287,11 @@ class Template:
 
     def target(self, completion: Completion) -> list[int]:
         """Return the answer's tokens and, if the model ended the turn itself, the end token of a turn."""
-        return [*completion.tokens, *self.end_tokens[:1]] if completion.finished else list(completion.tokens)
+        return (
+            [*completion.tokens, *self.end_tokens[:1]]
+            if completion.finished
+            else list(completion.tokens)
+        )
 
     def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
         """Return the index in CLASSES of each target token."""
@@ -263,11 +300,15 @@ class Template:
         text = opened + "".join(pieces)
         kinds = [0] * len(text)
         for match in _SPANS.finditer(text):
-            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (match.end() - match.start())
+            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (
+                match.end() - match.start()
+            )
         classes: list[int] = []
         at = len(opened)
         for token, piece in zip(target, pieces, strict=True):
-            classes.append(3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0)
+            classes.append(
+                3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0
+            )
             at += len(piece)
         return classes
 
@@ -296,5 +337,7 @@ def conversation_answers(template: Template, rows: Iterable[JsonObject]) -> list
             ends = [i for i, t in enumerate(target) if t in template.end_tokens]
             if ends:  # the template's newline after the end token is not part of the answer
                 prompt_ids, answer_ids = tuple(template.ids(prompt)), tuple(target[: ends[0] + 1])
-                answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking))
+                answers.append(
+                    ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking)
+                )
     return answers

@@ -56,7 +56,9 @@ def find_module(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     return None
 
 
-def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_token: bool = False) -> None:
+def replace_linear(
+    model: nn.Module, linear: Linear, folder: ModelFolder, per_token: bool = False
+) -> None:
     """Replace one linear of the model, after a check of its tensors' types and shapes.
 
     per_token: the settings ask for FP8 activations with a scale per token.
@@ -82,7 +84,11 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
     expect(folder, linear.weight, expected[0], expected[1])
     with torch.device("meta"):
         packed = linear.format == "nvfp4"
-        new: Any = build_nvfp4(linear, folder, module) if packed else build_fp8(linear, folder, module, per_token)
+        new: Any = (
+            build_nvfp4(linear, folder, module)
+            if packed
+            else build_fp8(linear, folder, module, per_token)
+        )
     new._is_hf_initialized = True  # so that transformers draws no random values for it
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
@@ -93,16 +99,23 @@ def expect(folder: ModelFolder, name: str, dtype: str, *shapes: tuple[int, ...])
     info = folder.info(name)
     if info.dtype != dtype or info.shape not in shapes:
         texts = " or ".join(str(list(shape)) for shape in shapes)
-        raise CheckpointError(f"{name} is {info.dtype} {list(info.shape)}, expected {dtype} {texts}", AUDIT)
+        raise CheckpointError(
+            f"{name} is {info.dtype} {list(info.shape)}, expected {dtype} {texts}", AUDIT
+        )
     return info.shape
 
 
 def build_nvfp4(linear: Linear, folder: ModelFolder, old: nn.Linear) -> NVFP4Linear:
     kind = PackedNVFP4Linear if linear.reciprocal else NVFP4Linear
     n, k = old.out_features, old.in_features
-    for name, tensor in ((kind.NAMES.block_scale, linear.block_scale), (kind.NAMES.tensor_scale, linear.global_scale)):
+    for name, tensor in (
+        (kind.NAMES.block_scale, linear.block_scale),
+        (kind.NAMES.tensor_scale, linear.global_scale),
+    ):
         if tensor is None:
-            raise CheckpointError(f"{linear.name}.{name} is missing, {linear.weight} needs it", AUDIT)
+            raise CheckpointError(
+                f"{linear.name}.{name} is missing, {linear.weight} needs it", AUDIT
+            )
     _, blocks = expect(folder, linear.block_scale or "", "F8_E4M3", (n, k // 16), (n, k // 32))
     return kind(
         k,
@@ -118,15 +131,29 @@ def build_nvfp4(linear: Linear, folder: ModelFolder, old: nn.Linear) -> NVFP4Lin
 def build_fp8(linear: Linear, folder: ModelFolder, old: nn.Linear, per_token: bool) -> FP8Linear:
     n, k, bias, dtype = old.out_features, old.in_features, old.bias is not None, old.weight.dtype
     if linear.block_scale is None:
-        raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
+        raise CheckpointError(
+            f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT
+        )
     scale = meta_tensor(folder, linear.block_scale)
     linear.check_fp8_scale(folder)
     if linear.block:
-        kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
+        kind = (
+            BlockFP8Linear
+            if linear.block_scale.endswith(BlockFP8Linear.SCALE)
+            else NamedBlockFP8Linear
+        )
         return kind(k, n, block=linear.block, scale_dtype=scale.dtype, bias=bias, dtype=dtype)
     input_shape = folder.info(linear.input_global).shape if linear.input_global else None
-    return FP8Linear(k, n, scale_shape=tuple(scale.shape), scale_dtype=scale.dtype, input_shape=input_shape,
-                     per_token=per_token, bias=bias, dtype=dtype)  # fmt: skip
+    return FP8Linear(
+        k,
+        n,
+        scale_shape=tuple(scale.shape),
+        scale_dtype=scale.dtype,
+        input_shape=input_shape,
+        per_token=per_token,
+        bias=bias,
+        dtype=dtype,
+    )
 
 
 def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
@@ -165,7 +192,9 @@ def as_audit_finding(folder: Path) -> Iterator[None]:
     except CheckpointError as error:
         findings = checkpoint.audit(folder).findings
         deadly = [f for f in findings if f.code in DEADLY]
-        deadly.sort(key=lambda f: f.code == "orphan_scale")  # last: a missing tensor explains more than the rest of it
+        deadly.sort(
+            key=lambda f: f.code == "orphan_scale"
+        )  # last: a missing tensor explains more than the rest of it
         if not deadly:
             raise
         more = f" (and {len(findings) - 1} more findings)" if findings[1:] else ""
@@ -202,11 +231,14 @@ def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
     ):
         if value is not None and not 0 < value <= limit:
             raise CheckpointError(
-                f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", AUDIT_HINT
+                f"{name}.{part} means {value}, expected a positive number of at most {limit:g}",
+                AUDIT_HINT,
             )
     magnitude = linear.block_scale.view(torch.uint8) & nvfp4.E4M3_MAGNITUDE
     if magnitude.numel() and int(magnitude.max()) == nvfp4.E4M3_NAN:
-        raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT)
+        raise CheckpointError(
+            f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT
+        )
 
 
 log = logging.getLogger(__name__)
@@ -218,7 +250,9 @@ DIALECTS = {
     BlockFP8Linear.METHOD: fp8,
     NamedBlockFP8Linear.METHOD: compressed_tensors,
 }
-SCALE_SUFFIXES = tuple(f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:])
+SCALE_SUFFIXES = tuple(
+    f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:]
+)
 KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
 
 
@@ -255,12 +289,16 @@ class NVFP4Quantizer(HfQuantizer):
                 "quantize to NVFP4 (annie-quant quantize), or serve this checkpoint with vLLM",
             )
         if settings.kv_cache or settings.raw.get("kv_cache_scheme"):
-            log.warning("the checkpoint's config requests a quantized KV cache; here the cache has the model's dtype")
+            log.warning(
+                "the checkpoint's config requests a quantized KV cache; here the cache has the model's dtype"
+            )
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         files = kwargs.get("checkpoint_files") or []
         if not files:
-            raise CheckpointError("NVFP4 is read from safetensors files, and this checkpoint has none")
+            raise CheckpointError(
+                "NVFP4 is read from safetensors files, and this checkpoint has none"
+            )
         self.folder = Path(files[0]).parent
         with as_audit_finding(self.folder):
             folder = ModelFolder(self.folder)
@@ -268,22 +306,37 @@ class NVFP4Quantizer(HfQuantizer):
             settings = self.dialect.config(folder)
             self.singles = single_experts(folder)
             with torch.device("meta"):
-                separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
+                separate(
+                    model, folder.family, lambda name: any(a in self.singles for a in aliases(name))
+                )
             for linear in linears.values():
                 replace_linear(model, linear, folder, settings.algo_of(linear.name) == FP8_DYNAMIC)
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
-                if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
-                    raise CheckpointError(f"{name}: the other tensors of its linear are missing", AUDIT_HINT)
-            if not nvfp4_linears(model) and not (linears and settings.algo in (*FP8_ALGORITHMS, "MIXED_PRECISION")):
+                if (
+                    name not in linear_tensors
+                    and name.endswith(SCALE_SUFFIXES)
+                    and find_module(model, parent(name))
+                ):
+                    raise CheckpointError(
+                        f"{name}: the other tensors of its linear are missing", AUDIT_HINT
+                    )
+            if not nvfp4_linears(model) and not (
+                linears and settings.algo in (*FP8_ALGORITHMS, "MIXED_PRECISION")
+            ):
                 raise CheckpointError(
-                    f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", AUDIT_HINT
+                    f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4",
+                    AUDIT_HINT,
                 )
             check_shapes(model, folder)
         for name in folder:
-            if name.endswith(KV_CACHE_SCALE_SUFFIXES) and (match := find_module(model, parent(name))):
+            if name.endswith(KV_CACHE_SCALE_SUFFIXES) and (
+                match := find_module(model, parent(name))
+            ):
                 match[1].register_buffer(name.rpartition(".")[2], meta_tensor(folder, name))
-        self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+        self.dtypes = {
+            name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()
+        }
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
@@ -355,7 +408,9 @@ def register() -> None:
             return kind.from_dict(config_dict, *args, **kwargs)
 
     def quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
-        return (NVFP4Quantizer if isinstance(config, UnchangedConfig) else original_quantizer)(config, **kwargs)
+        return (NVFP4Quantizer if isinstance(config, UnchangedConfig) else original_quantizer)(
+            config, **kwargs
+        )
 
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
     auto.AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
@@ -364,5 +419,9 @@ def register() -> None:
 def is_nvfp4(config: JsonObject) -> bool:
     """Return whether compressed-tensors' settings have a group of packed NVFP4 and no group of another 4-bit format."""
     settings = read_struct(compressed_tensors.CompressedSettings, config)
-    formats = {g.format or settings.format for g in settings.config_groups.values() if "NVFP4" in g.algorithm}
+    formats = {
+        g.format or settings.format
+        for g in settings.config_groups.values()
+        if "NVFP4" in g.algorithm
+    }
     return formats == {compressed_tensors.NVFP4_FORMAT}

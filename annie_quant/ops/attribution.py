@@ -126,17 +126,23 @@ class Conclusion(msgspec.Struct, frozen=True):
     unfinished: str = ""
 
 
-def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = MAX_ARMS) -> NextArm | Conclusion:
+def plan(
+    factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = MAX_ARMS
+) -> NextArm | Conclusion:
     """Return the next arm, or the conclusion. factors: in the order of their names in arms; results: of all arms tried so far."""
     untested = untested_factors(factors, results)
     active = tuple(name for name in factors if name not in untested)
     full, bases = frozenset(active), [r for r in results if not r.factors]
     if len(bases) < 2:
         return NextArm((), "again, for the noise" if bases else "all trusted", again=bool(bases))
-    measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and r.factors}
+    measured = {
+        frozenset(r.factors): r.effect for r in results if r.valid and r.effect and r.factors
+    }
     refused = [frozenset(r.factors) for r in results if r.failure and full.issuperset(r.factors)]
     if not full or (full in measured and not measured[full].broken):
-        return Conclusion(untested=untested, unfinished=FEW if full and measured[full].p < LEVEL else "")
+        return Conclusion(
+            untested=untested, unfinished=FEW if full and measured[full].p < LEVEL else ""
+        )
     if full in refused:
         # Which of the smallest set with which no server starts is it? Its halves tell, one after the other.
         names = [name for name in active if name in min(refused, key=len)]
@@ -144,10 +150,16 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
             half = with_needed(names_of_half, active)
             if frozenset(half) not in refused and not any(arm.issuperset(half) for arm in measured):
                 return NextArm(half, "no server starts with more of them")
-        return Conclusion(untested=untested, unfinished=f"no server starts with {' and '.join(names)} together")
+        return Conclusion(
+            untested=untested, unfinished=f"no server starts with {' and '.join(names)} together"
+        )
     left = max_arms - sum(not r.failure for r in results)
     if full not in measured:
-        return NextArm(active, "all suspected") if left > 0 else Conclusion(untested=untested, unfinished=USED_UP)
+        return (
+            NextArm(active, "all suspected")
+            if left > 0
+            else Conclusion(untested=untested, unfinished=USED_UP)
+        )
     return _CauseSearch(active, measured, refused).step(left, untested)
 
 
@@ -177,17 +189,28 @@ class _CauseSearch:
     """The explanations of a broken full arm, weighed by what was measured. Arms and causes are bit masks of factors."""
 
     def __init__(
-        self, active: Factors, measured: Mapping[frozenset[str], Effect], refused: Iterable[frozenset[str]]
+        self,
+        active: Factors,
+        measured: Mapping[frozenset[str], Effect],
+        refused: Iterable[frozenset[str]],
     ) -> None:
         import numpy as np
 
         self.active = active
         self.explanations, weights, self.worse = _explanations(active)
-        self.broken = {self.mask(f): effect.broken for f, effect in measured.items() if f.issubset(active)}
+        self.broken = {
+            self.mask(f): effect.broken for f, effect in measured.items() if f.issubset(active)
+        }
         never = [self.mask(f) for f in refused]
         arms = range(2 ** len(active))
         self.possible = np.array(
-            [a and a == self.alone(a) and a not in self.broken and not any(a & r == r for r in never) for a in arms],
+            [
+                a
+                and a == self.alone(a)
+                and a not in self.broken
+                and not any(a & r == r for r in never)
+                for a in arms
+            ],
             bool,
         )
         chances = np.where(self.worse, 1 - MISS, FALSE_ALARM)
@@ -209,7 +232,9 @@ class _CauseSearch:
     def without(self, causes: Iterable[int]) -> int:
         """Return the largest arm that has no factor of the causes."""
         rest = self.names((2 ** len(self.active) - 1) & ~sum(causes))
-        useless = {name for name, other in NEEDS.items() if other in self.active and other not in rest}
+        useless = {
+            name for name, other in NEEDS.items() if other in self.active and other not in rest
+        }
         return self.mask(name for name in rest if name not in useless)
 
     def step(self, left: int, untested: dict[str, str]) -> NextArm | Conclusion:
@@ -219,23 +244,38 @@ class _CauseSearch:
         best = int(self.posterior.argmax())
         causes, certain = self.explanations[best], self.posterior[best] >= CERTAIN
         alone = [self.alone(cause) for cause in causes]
-        proofs = [arm for arm in (*alone, self.without(causes)) if self.possible[arm]] if causes else []
+        proofs = (
+            [arm for arm in (*alone, self.without(causes)) if self.possible[arm]] if causes else []
+        )
         if left > 0 and proofs and (certain or left <= len(proofs)):
-            why = "whether they break answers alone" if proofs[0] in alone else "whether anything else does"
+            why = (
+                "whether they break answers alone"
+                if proofs[0] in alone
+                else "whether anything else does"
+            )
             return NextArm(self.names(proofs[0]), why)
         worse = self.posterior @ self.worse  # how likely each arm is to be worse
         says = np.where(self.possible, np.minimum(worse, 1 - worse), 0.0)
         if left > 0 and not certain and says.max() > FALSE_ALARM:
             # Of arms that say about the same, the one with fewer factors.
             near = np.flatnonzero(says >= 0.95 * says.max()).tolist()
-            return NextArm(self.names(min(near, key=int.bit_count)), "it splits the explanations that are left")
+            return NextArm(
+                self.names(min(near, key=int.bit_count)), "it splits the explanations that are left"
+            )
         named = tuple(self.names(c) for c in self.likely_causes() if self.broken.get(self.alone(c)))
         if certain and len(named) == len(causes) and not proofs:
             return Conclusion(named, untested=untested)
         order = self.posterior.argsort()[::-1][:5].tolist()
-        likely = [self.explanations[i] for i in order if self.posterior[i] > SHOWN * self.posterior[best]]
+        likely = [
+            self.explanations[i] for i in order if self.posterior[i] > SHOWN * self.posterior[best]
+        ]
         unfinished = "the arms do not tell the explanations apart" if left > 0 else USED_UP
-        return Conclusion(named, tuple(tuple(map(self.names, each)) for each in likely if each), untested, unfinished)
+        return Conclusion(
+            named,
+            tuple(tuple(map(self.names, each)) for each in likely if each),
+            untested,
+            unfinished,
+        )
 
     def likely_causes(self) -> list[int]:
         """Return the causes that are probably among those of the right explanation."""
@@ -257,7 +297,9 @@ def _explanations(active: Factors) -> tuple[list[tuple[int, ...]], np.ndarray, n
     causes = dict.fromkeys(bits.values(), 1.0)
     for a, b in pairs_of(active):
         causes[bits[a] | bits[b]] = KNOWN_PAIR if {a, b} in KNOWN_PAIRS else PAIR
-    weights: dict[tuple[int, ...], float] = {(): CHANCE} | {(c,): weight for c, weight in causes.items()}
+    weights: dict[tuple[int, ...], float] = {(): CHANCE} | {
+        (c,): weight for c, weight in causes.items()
+    }
     for one, other in itertools.combinations(causes, 2):
         if not one & other and one.bit_count() + other.bit_count() < 4:
             weights[one, other] = SECOND * causes[one] * causes[other] / len(active)
@@ -320,11 +362,16 @@ class AttributionRun:
         if not any(w.cases for w in self.workloads):
             raise UsageError("there are no prompts to compare with", "choose other --workloads")
         names = [v.name for v in self.target.varied]
-        for side in ("trusted", "suspect"):  # a value that is not one is an error before the first server starts
+        for side in (
+            "trusted",
+            "suspect",
+        ):  # a value that is not one is an error before the first server starts
             request_settings({v.name: getattr(v, side) for v in self.target.varied})
         while isinstance(step := plan(names, self.results, self.max_arms), NextArm):
             self.progress.update(len(self.results), None, f"{arm_name(step)} ({step.why})")
-            result = self.measure(step, [name for name in names if name not in untested_factors(names, self.results)])
+            result = self.measure(
+                step, [name for name in names if name not in untested_factors(names, self.results)]
+            )
             self.results.append(result)
             self.progress.message(f"{arm_name(step)}: {outcome(result)}")
         most = self.answers[max(self.answers, key=lambda key: len(key[0]))]
@@ -343,37 +390,60 @@ class AttributionRun:
     def measure(self, step: NextArm, tested: Sequence[str]) -> ArmResult:
         """Return the result of one arm, whose answers are taken from an earlier call where they are complete."""
         values = dict(self.target.constant)
-        values |= {v.name: v.suspect if v.name in step.factors else v.trusted for v in self.target.varied}
+        values |= {
+            v.name: v.suspect if v.name in step.factors else v.trusted for v in self.target.varied
+        }
         settings, name = request_settings(values), arm_name(step)
         workloads = [with_fields(w, settings.fields) for w in self.workloads]
         asked = [(w.name, workload_settings(w).asked_sha256) for w in workloads]
-        folder = keyed_folder(self.folder / "arms" / name, {"values": values, "asked": asked, "seed": self.seed})
+        folder = keyed_folder(
+            self.folder / "arms" / name, {"values": values, "asked": asked, "seed": self.seed}
+        )
         try:
             if not (folder / "bench.json").is_file():
-                with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
+                with self.target.serve(
+                    values, self.folder / "logs" / f"{name}.log", self.progress
+                ) as url:
                     backend = bench.Backend("server", url, headers=self.headers)
                     bench.run(
-                        [backend], workloads, folder, progress=self.progress, watch=Watch(), prefix_cache=settings.prefix_cache,
-                        concurrency=settings.concurrency, timeout_s=self.timeout_s, seed=self.seed, warmup=0, runs=1,
+                        [backend],
+                        workloads,
+                        folder,
+                        progress=self.progress,
+                        watch=Watch(),
+                        prefix_cache=settings.prefix_cache,
+                        concurrency=settings.concurrency,
+                        timeout_s=self.timeout_s,
+                        seed=self.seed,
+                        warmup=0,
+                        runs=1,
                         with_memory=False,
-                    )  # fmt: skip
+                    )
             records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
             answered = [r for r in records if not r.answer.error]
             refused = all(
                 400 <= r.answer.status < 500 for r in records
             )  # with a suspect's value: these answers are lost
             if not answered and not (refused and step.factors):
-                raise ServerError(f"no request has an answer: {records[0].answer.error}", "see the server's log")
+                raise ServerError(
+                    f"no request has an answer: {records[0].answer.error}", "see the server's log"
+                )
         except (ServerError, CheckpointError) as error:
             if not step.factors:
                 raise
             return ArmResult(step.factors, failure=error.message)
         for record in records:
-            record.prompt_sha256 = ""  # its fields are part of it, and sampling changes them; the case's id is not
+            record.prompt_sha256 = (
+                ""  # its fields are part of it, and sampling changes them; the case's id is not
+            )
         self.answers[step.factors, step.again] = records
-        effect = compare_answers(self.workloads, self.answers[(), False], self.answers.get(((), True), []), records)
+        effect = compare_answers(
+            self.workloads, self.answers[(), False], self.answers.get(((), True), []), records
+        )
         without = ineffective(tested, step.factors, answered) if answered else {}
-        return ArmResult(step.factors, step.again, effect if step.factors or step.again else None, "", without)
+        return ArmResult(
+            step.factors, step.again, effect if step.factors or step.again else None, "", without
+        )
 
 
 @dataclass
@@ -385,7 +455,10 @@ class Watch:
     def __call__(self, record: RequestRecord) -> None:
         self.unanswered = self.unanswered + 1 if record.answer.cause in ("timeout", "idle") else 0
         if self.unanswered == HANGS:
-            raise ServerError(f"the server hangs: {HANGS} requests in a row had no answer", "use a longer --timeout-s")
+            raise ServerError(
+                f"the server hangs: {HANGS} requests in a row had no answer",
+                "use a longer --timeout-s",
+            )
 
 
 def arm_name(step: NextArm | ArmResult) -> str:
@@ -396,7 +469,9 @@ def with_fields(workload: Workload, fields: JsonObject) -> Workload:
     """Return a workload whose requests have these fields; a temperature replaces its own."""
     rest = {name: value for name, value in fields.items() if name != "temperature"}
     return replace(
-        workload, temperature=fields.get("temperature", workload.temperature), extra={**workload.extra, **rest}
+        workload,
+        temperature=fields.get("temperature", workload.temperature),
+        extra={**workload.extra, **rest},
     )
 
 
@@ -430,8 +505,12 @@ def compare_answers(
         count[1] += was_right and not is_right
         count[2] += is_right and not was_right
     (n, lost, won), (n_same, lost_same, won_same) = counts[True], counts[False]
-    p_values = [mcnemar(lost, won)] * bool(n) + [excess_loss(lost_same, n_same, MARGIN, won_same)] * bool(n_same)
-    p = min([1.0, *(len(p_values) * p for p in p_values)])  # Bonferroni's correction for the two kinds of prompts
+    p_values = [mcnemar(lost, won)] * bool(n) + [
+        excess_loss(lost_same, n_same, MARGIN, won_same)
+    ] * bool(n_same)
+    p = min(
+        [1.0, *(len(p_values) * p for p in p_values)]
+    )  # Bonferroni's correction for the two kinds of prompts
     return Effect(n + n_same, lost + lost_same, won + won_same, p)
 
 
@@ -445,19 +524,37 @@ def is_broken(result: ArmResult) -> bool:
 def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     """Return the result in one sentence."""
     effects = {r.factors: r.effect for r in results if r.valid and r.effect and r.factors}
-    noise = next((f"{r.effect.lost} when the base is repeated" for r in results if r.again and r.effect), "unknown")
+    noise = next(
+        (f"{r.effect.lost} when the base is repeated" for r in results if r.again and r.effect),
+        "unknown",
+    )
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
     either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
-    start = f"not decided between {either}" if either else "not decided" if end.unfinished else "nobody is to blame"
+    start = (
+        f"not decided between {either}"
+        if either
+        else "not decided"
+        if end.unfinished
+        else "nobody is to blame"
+    )
     everything = max((r.factors for r in results), key=len)
-    parts = [f"{blamed(cause)} {broke(cause, effects[with_needed(cause, everything)])}" for cause in end.causes]
+    parts = [
+        f"{blamed(cause)} {broke(cause, effects[with_needed(cause, everything)])}"
+        for cause in end.causes
+    ]
     if worst is None:
         parts = ["nothing could be tested"]
     elif not parts:
         rest = "" if either else f" and fix {worst.won} ({noise})"
         parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers{rest}"]
-    innocent = [f for f, e in effects.items() if len(f) == 1 and not e.broken and f[0] not in {*sum(end.causes, ())}]
-    return "; ".join([*parts, *(f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent)])
+    innocent = [
+        f
+        for f, e in effects.items()
+        if len(f) == 1 and not e.broken and f[0] not in {*sum(end.causes, ())}
+    ]
+    return "; ".join(
+        [*parts, *(f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent)]
+    )
 
 
 def blamed(cause: Factors) -> str:
@@ -466,7 +563,9 @@ def blamed(cause: Factors) -> str:
 
 def broke(cause: Factors, effect: Effect) -> str:
     verb = "break" if len(cause) == 1 and title(cause[0]).endswith("s") else "breaks"
-    return f"{verb} {effect.lost} of {effect.n} answers" + (f" and fixes {effect.won}" if effect.won else "")
+    return f"{verb} {effect.lost} of {effect.n} answers" + (
+        f" and fixes {effect.won}" if effect.won else ""
+    )
 
 
 def outcome(result: ArmResult) -> str:
@@ -474,7 +573,9 @@ def outcome(result: ArmResult) -> str:
     if result.failure:
         return f"no answers: {result.failure}"
     if not result.valid:
-        return "invalid: " + "; ".join(f"{title(name)}: {why}" for name, why in result.ineffective.items())
+        return "invalid: " + "; ".join(
+            f"{title(name)}: {why}" for name, why in result.ineffective.items()
+        )
     if result.effect is None:
         return "measured"
     return f"lost {result.effect.lost}, won {result.effect.won} of {result.effect.n}, p {result.effect.p:.2g}"

@@ -76,7 +76,9 @@ def _reported(
     def proof(suspect: bool, records: Sequence[RequestRecord]) -> str:
         total = sum(count(record) or 0 for record in records)
         if suspect:
-            return "" if total else f"the server reports no {what}, so nothing proves that it was used"
+            return (
+                "" if total else f"the server reports no {what}, so nothing proves that it was used"
+            )
         return f"the server reports {total:.0f} {what}, and there should be none" if total else ""
 
     return proof
@@ -93,7 +95,12 @@ FACTORS: dict[str, ServedFactor] = {
         ServedFactor("template", "chat template"),
         ServedFactor("parser", "tool parser"),
         ServedFactor("kv", "KV cache type", "auto"),
-        ServedFactor("mtp", "MTP", "0", proof=_reported("drafted tokens", lambda record: record.tokens.drafted_tokens)),
+        ServedFactor(
+            "mtp",
+            "MTP",
+            "0",
+            proof=_reported("drafted tokens", lambda record: record.tokens.drafted_tokens),
+        ),
         ServedFactor("prefix", "prefix cache", OFF, in_requests=True, proof=_HITS),
         ServedFactor("graphs", "CUDA graphs", OFF),
         ServedFactor("batch", "batching", "1", in_requests=True),
@@ -106,16 +113,22 @@ def title(name: str) -> str:
     return FACTORS[name].title if name in FACTORS else name
 
 
-def ineffective(names: Sequence[str], suspects: Sequence[str], records: Sequence[RequestRecord]) -> dict[str, str]:
+def ineffective(
+    names: Sequence[str], suspects: Sequence[str], records: Sequence[RequestRecord]
+) -> dict[str, str]:
     """Return the factors whose values did not take effect in an arm, with the reason. suspects: with the suspect's values."""
-    reasons = {name: FACTORS[name].proof(name in suspects, records) for name in names if name in FACTORS}
+    reasons = {
+        name: FACTORS[name].proof(name in suspects, records) for name in names if name in FACTORS
+    }
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def number(name: str, value: str, least: int) -> int:
     """Return a value as a number. Raises UsageError for what is not one, or is below `least`."""
     if not value.isdigit() or int(value) < least:
-        raise UsageError(f"{name}={value}: expected a number from {least} on", f"--suspect {name}=2")
+        raise UsageError(
+            f"{name}={value}: expected a number from {least} on", f"--suspect {name}=2"
+        )
     return int(value)
 
 
@@ -131,7 +144,9 @@ def request_settings(values: Mapping[str, str]) -> RequestSettings:
             """--suspect 'sampling={"temperature": 0.7}'""",
         )
     return RequestSettings(
-        number("batch", values.get("batch", "1"), 1), "off" if values.get("prefix") == OFF else "warm", fields
+        number("batch", values.get("batch", "1"), 1),
+        "off" if values.get("prefix") == OFF else "warm",
+        fields,
     )
 
 
@@ -151,7 +166,9 @@ def _valued(option: str, default: str = "") -> Flags:
 
 
 def _switched(off: str, on: str = "") -> Flags:
-    return Flags((off, on) if on else (off,), lambda value: [off] if value == OFF else [on] if on else [])
+    return Flags(
+        (off, on) if on else (off,), lambda value: [off] if value == OFF else [on] if on else []
+    )
 
 
 def _vllm_parser(value: str) -> list[str]:
@@ -165,15 +182,28 @@ def _vllm_draft(value: str) -> list[str]:
 
 
 def _sglang_draft(value: str) -> list[str]:
-    steps = ["--speculative-num-steps", value, "--speculative-num-draft-tokens", str(number("mtp", value, 0) + 1)]
-    return ["--speculative-algorithm", "NEXTN", *steps, "--speculative-eagle-topk", "1"] if value != "0" else []
+    steps = [
+        "--speculative-num-steps",
+        value,
+        "--speculative-num-draft-tokens",
+        str(number("mtp", value, 0) + 1),
+    ]
+    return (
+        ["--speculative-algorithm", "NEXTN", *steps, "--speculative-eagle-topk", "1"]
+        if value != "0"
+        else []
+    )
 
 
 SETTINGS: dict[str, dict[str, Flags]] = {
     "vllm": {
-        "activations": Flags(("--linear-backend",), lambda value: ["--linear-backend", "marlin"] * (value == "w4a16")),
+        "activations": Flags(
+            ("--linear-backend",), lambda value: ["--linear-backend", "marlin"] * (value == "w4a16")
+        ),
         # As text: a container does not see the file.
-        "template": Flags(("--chat-template",), lambda value: ["--chat-template", Path(value).read_text("utf-8")]),
+        "template": Flags(
+            ("--chat-template",), lambda value: ["--chat-template", Path(value).read_text("utf-8")]
+        ),
         "parser": Flags(("--enable-auto-tool-choice", "--tool-call-parser"), _vllm_parser),
         "kv": _valued("--kv-cache-dtype", "auto"),
         "mtp": Flags(("--speculative-config",), _vllm_draft),
@@ -185,14 +215,18 @@ SETTINGS: dict[str, dict[str, Flags]] = {
         "parser": _valued("--tool-call-parser", "none"),
         "kv": _valued("--kv-cache-dtype", "auto"),
         "mtp": Flags(
-            ("--speculative-algorithm", "--speculative-num-steps", "--speculative-num-draft-tokens",
-             "--speculative-eagle-topk"),
+            (
+                "--speculative-algorithm",
+                "--speculative-num-steps",
+                "--speculative-num-draft-tokens",
+                "--speculative-eagle-topk",
+            ),
             _sglang_draft,
         ),
         "prefix": _switched("--disable-radix-cache"),
         "graphs": _switched("--disable-cuda-graph"),
     },
-}  # fmt: skip
+}
 # Without these a server does not report cached tokens, which prove that its prefix cache was used.
 REPORTS_HITS = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
 
@@ -216,7 +250,11 @@ def as_served(runtime: str, words: Sequence[str]) -> dict[str, str]:
     """Return {factor: SERVED} for those whose trusted value is another command than the recipe's."""
     trusted = {name: FACTORS[name].trusted for name in SETTINGS[runtime] if FACTORS[name].trusted}
     served = sorted(changed_command(runtime, words, {}))
-    return {n: SERVED for n, value in trusted.items() if sorted(changed_command(runtime, words, {n: value})) != served}
+    return {
+        n: SERVED
+        for n, value in trusted.items()
+        if sorted(changed_command(runtime, words, {n: value})) != served
+    }
 
 
 # ---- how the embedded llama.cpp is told: arguments of LlamaCpp.start
@@ -240,14 +278,20 @@ Choices = Mapping[str, str]  # factor → value that the user stated
 IN_REQUESTS = {name for name, factor in FACTORS.items() if factor.in_requests}
 
 
-def fixed_factors(known: set[str], stated: Iterable[str], where: str, reason: str) -> dict[str, str]:
+def fixed_factors(
+    known: set[str], stated: Iterable[str], where: str, reason: str
+) -> dict[str, str]:
     """Return the factors that are not in `known`, with the reason. Raises UsageError where the user stated another one."""
     if unknown := sorted({*stated} - known):
-        raise UsageError(f"{unknown[0]} cannot be set {where}", f"choose one of: {', '.join(sorted(known))}")
+        raise UsageError(
+            f"{unknown[0]} cannot be set {where}", f"choose one of: {', '.join(sorted(known))}"
+        )
     return {name: reason for name in FACTORS if name not in known}
 
 
-def vary(trusted: Choices, suspect: Choices, defaults: Choices, **constant: str) -> tuple[list[Varied], dict[str, str]]:
+def vary(
+    trusted: Choices, suspect: Choices, defaults: Choices, **constant: str
+) -> tuple[list[Varied], dict[str, str]]:
     """Return the factors with two different values, and the values of the others together with `constant`.
 
     Values are those that were stated, else `defaults` for the suspect and those of FACTORS for the trusted side. Raises UsageError
@@ -265,7 +309,9 @@ def vary(trusted: Choices, suspect: Choices, defaults: Choices, **constant: str)
         else:
             varied.append(Varied(name, good, bad))
     if not varied:
-        raise UsageError("no factor has two values, so there is nothing to compare", "add --suspect NAME=VALUE")
+        raise UsageError(
+            "no factor has two values, so there is nothing to compare", "add --suspect NAME=VALUE"
+        )
     return varied, constant
 
 
@@ -287,11 +333,26 @@ class RuntimeTarget:
     """
 
     def __init__(
-        self, runtime: str, models: tuple[Path, Path | None], choices: Sides, folder: Path, recipe: str | None = None
+        self,
+        runtime: str,
+        models: tuple[Path, Path | None],
+        choices: Sides,
+        folder: Path,
+        recipe: str | None = None,
     ) -> None:
         (checkpoint, reference), (trusted, suspect) = models, choices
-        self.runtime, self.recipe, self.checkpoint = serving.find_runtime(runtime), recipe, checkpoint
-        known = {"weights", "prefix", "batch", "sampling", *SETTINGS.get(self.runtime.name, LLAMA_CPP)}
+        self.runtime, self.recipe, self.checkpoint = (
+            serving.find_runtime(runtime),
+            recipe,
+            checkpoint,
+        )
+        known = {
+            "weights",
+            "prefix",
+            "batch",
+            "sampling",
+            *SETTINGS.get(self.runtime.name, LLAMA_CPP),
+        }
         reason = f"{runtime} has no option for it here"
         self.fixed = fixed_factors(known, [*trusted, *suspect], f"for {runtime}", reason)
         defaults = {"weights": str(checkpoint)}
@@ -306,16 +367,24 @@ class RuntimeTarget:
         if reference is not None and "template" not in {**trusted, **suspect}:
             good, bad = _templates(reference, checkpoint, folder)
             trusted, suspect = {**trusted, **good}, {**suspect, **bad}
-        self.varied, self.constant = vary(trusted, suspect, defaults, runtime=runtime, recipe=recipe or "")
+        self.varied, self.constant = vary(
+            trusted, suspect, defaults, runtime=runtime, recipe=recipe or ""
+        )
 
     @contextmanager
     def serve(self, values: Choices, log: Path, progress: Progress) -> Iterator[str]:
         model = Path(values.get("weights", self.checkpoint))
         if isinstance(self.runtime, RecipeRuntime):
             # bf16 weights have no 4-bit activations, and no kernel for them.
-            arm = {k: v for k, v in values.items() if k != "activations" or model == self.checkpoint}
+            arm = {
+                k: v for k, v in values.items() if k != "activations" or model == self.checkpoint
+            }
             change = partial(changed_command, self.runtime.name, values=arm)
-            options: dict[str, object] = {"recipe": self.recipe, "change": change, "port": process.free_port()}
+            options: dict[str, object] = {
+                "recipe": self.recipe,
+                "change": change,
+                "port": process.free_port(),
+            }
         else:
             options = llama_cpp_options(values)
         with self.runtime.start(model, log=log, progress=progress, **options) as server:
@@ -348,11 +417,15 @@ class CommandTarget:
     A placeholder that is a whole word is replaced by the words of the value, none for an empty one.
     """
 
-    def __init__(self, line: str, trusted: Choices, suspect: Choices, timeout_s: float = 900.0) -> None:
+    def __init__(
+        self, line: str, trusted: Choices, suspect: Choices, timeout_s: float = 900.0
+    ) -> None:
         try:
             self.words = shlex.split(line)
         except ValueError as error:
-            raise UsageError(f"--server-cmd cannot be split into words: {error}", "quote it for a shell") from None
+            raise UsageError(
+                f"--server-cmd cannot be split into words: {error}", "quote it for a shell"
+            ) from None
         names = {*_PLACEHOLDER.findall(line)}
         if "port" not in names:
             raise UsageError("--server-cmd has no {port}", "add it, for example: --port {port}")
@@ -360,7 +433,9 @@ class CommandTarget:
         self.fixed = fixed_factors(known, [*trusted, *suspect], "by --server-cmd", reason)
         if missing := sorted(names - {"port", *trusted, *suspect}):
             stated = f"--trusted {missing[0]}=VALUE --suspect {missing[0]}=VALUE"
-            raise UsageError(f"--server-cmd has {{{missing[0]}}}, which has no values", f"add {stated}")
+            raise UsageError(
+                f"--server-cmd has {{{missing[0]}}}, which has no values", f"add {stated}"
+            )
         self.timeout_s = timeout_s
         trusted = {name: "" for name in suspect if name in names} | dict(trusted)
         self.varied, self.constant = vary(trusted, suspect, {}, command=sha256_text(line))
@@ -380,7 +455,9 @@ class CommandTarget:
 class UrlTarget:
     """Two servers that run already: what differs between them is one factor, and requests set the others."""
 
-    def __init__(self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices) -> None:
+    def __init__(
+        self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices
+    ) -> None:
         where, reason = "at servers that run already", "part of what differs between the servers"
         self.fixed = fixed_factors(IN_REQUESTS, [*trusted, *suspect], where, reason)
         defaults = {"server": suspect_url, "prefix": ON}

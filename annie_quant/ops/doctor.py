@@ -74,7 +74,9 @@ class Probe:
         if self.which(command[0]) is None:
             return Output(127, "")
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
         except subprocess.TimeoutExpired:
             return Output(124, f"no answer in {timeout_s:g} s")
         except OSError as error:
@@ -118,7 +120,9 @@ class Probe:
 
     def torch_cuda_version(self) -> str | None:
         """Return the CUDA version of torch's build. It runs in another process: importing torch costs seconds and memory."""
-        answer = self.run(sys.executable, "-c", "import torch; print(torch.version.cuda or '')", timeout_s=60)
+        answer = self.run(
+            sys.executable, "-c", "import torch; print(torch.version.cuda or '')", timeout_s=60
+        )
         return answer.text or None if answer.code == 0 else None
 
 
@@ -136,7 +140,9 @@ def check_log(path: Path) -> CheckResult:
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
-        raise UsageError(f"{path}: {str(error.strerror).lower()}", "pass a server's log file") from None
+        raise UsageError(
+            f"{path}: {str(error.strerror).lower()}", "pass a server's log file"
+        ) from None
     known = known_faults.find_error(text)
     if known:
         return fault("server log", server.cause_line(path), known.cause, known.fix)
@@ -146,7 +152,9 @@ def check_log(path: Path) -> CheckResult:
 def fix_plan(findings: Iterable[CheckResult]) -> list[str]:
     """Return the commands that fix the findings, faults first, each once."""
     rows = [f for f in findings if f.fix and f.level != "ok"]
-    return list(dict.fromkeys(f.fix for level in ("fault", "note") for f in rows if f.level == level))
+    return list(
+        dict.fromkeys(f.fix for level in ("fault", "note") for f in rows if f.level == level)
+    )
 
 
 # ---- the machine
@@ -165,11 +173,20 @@ def check_python(probe: Probe) -> list[CheckResult]:
     version, machine = probe.python(), probe.machine()
     message = f"Python {'.'.join(map(str, version))} on {machine}"
     if version < (3, 10):
-        findings = [fault("python", message, "the oldest supported version is 3.10", "install Python 3.10 or newer")]
+        findings = [
+            fault(
+                "python",
+                message,
+                "the oldest supported version is 3.10",
+                "install Python 3.10 or newer",
+            )
+        ]
     else:
         findings = [ok("python", message)]
     if machine not in MACHINES:
-        findings.append(note("processor", machine, "the codec uses its portable form there, which is slower"))
+        findings.append(
+            note("processor", machine, "the codec uses its portable form there, which is slower")
+        )
     if probe.externally_managed() and not probe.in_venv():
         message, fix = (
             "the system's Python, which refuses pip (PEP 668)",
@@ -184,7 +201,9 @@ def check_modules(probe: Probe) -> list[CheckResult]:
     return [
         ok(name, "built")
         if probe.installed(f"annie_quant.{name}")
-        else CheckResult("note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix)
+        else CheckResult(
+            "note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix
+        )
         for name, build in BUILDS.items()
     ]
 
@@ -194,10 +213,17 @@ def check_extras(probe: Probe) -> list[CheckResult]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if not probe.installed(module)]
         if missing:
-            message, why = f"missing: {', '.join(missing)}", f"stages that need `{extra}` will not run"
-            findings.append(note(f"extra {extra}", message, why, f'pip install "annie-quant[{extra}]"'))
+            message, why = (
+                f"missing: {', '.join(missing)}",
+                f"stages that need `{extra}` will not run",
+            )
+            findings.append(
+                note(f"extra {extra}", message, why, f'pip install "annie-quant[{extra}]"')
+            )
         else:
-            versions = [f"{m} {probe.version(DISTRIBUTIONS.get(m, m)) or ''}".strip() for m in modules]
+            versions = [
+                f"{m} {probe.version(DISTRIBUTIONS.get(m, m)) or ''}".strip() for m in modules
+            ]
             findings.append(ok(f"extra {extra}", ", ".join(versions)))
     return findings
 
@@ -215,7 +241,9 @@ def check_memory(probe: Probe) -> list[CheckResult]:
     if unified and memory.cached_bytes > LARGE_CACHE_SHARE * memory.total_bytes:
         message = f"{memory.cached_bytes / 1e9:.0f} GB of the unified memory hold cached files"
         why = "a server that allocates most of the memory at once may be killed although the cache could be freed"
-        findings.append(note("page cache", message, why, "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches"))
+        findings.append(
+            note("page cache", message, why, "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches")
+        )
     return findings
 
 
@@ -223,13 +251,26 @@ def check_disk(probe: Probe) -> list[CheckResult]:
     free = probe.disk_free()
     message = f"{free / 1e9:.0f} GB free here"
     if free < MIN_DISK_BYTES:
-        return [fault("disk", message, "a run directory and its models need at least 2 GB", "free some disk space")]
+        return [
+            fault(
+                "disk",
+                message,
+                "a run directory and its models need at least 2 GB",
+                "free some disk space",
+            )
+        ]
     return [ok("disk", message)]
 
 
 def check_ownership(probe: Probe) -> list[CheckResult]:
     """Folders that a container created as root."""
-    folders = (Path("runs"), Path("data"), Path("models"), _hub_folder(probe), Path("~/.cache/vllm").expanduser())
+    folders = (
+        Path("runs"),
+        Path("data"),
+        Path("models"),
+        _hub_folder(probe),
+        Path("~/.cache/vllm").expanduser(),
+    )
     why, fix = "containers that run as root create such folders", "sudo chown -R $(id -u):$(id -g)"
     return [
         fault("ownership", f"{folder} is not writable for this user", why, f"{fix} {folder}")
@@ -241,7 +282,14 @@ def check_ownership(probe: Probe) -> list[CheckResult]:
 def check_token(probe: Probe) -> list[CheckResult]:
     if probe.env("HF_TOKEN") or (_hub_folder(probe) / "token").is_file():
         return [ok("hub token", "present")]
-    return [note("hub token", "none", "needed only to publish or to load a private model", "hf auth login")]
+    return [
+        note(
+            "hub token",
+            "none",
+            "needed only to publish or to load a private model",
+            "hf auth login",
+        )
+    ]
 
 
 def _hub_folder(probe: Probe) -> Path:
@@ -258,26 +306,47 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
     answer = probe.run(*smi_command("gpu", GPU_FIELDS))
     if answer.code == 127:
         why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
-        unchecked = "sm_121 code, FP4 and grouped products, shared memory, versions with a fault on a GPU"
-        return [note("gpu", f"no nvidia-smi, so no usable NVIDIA GPU; not checked: {unchecked}", why)]
+        unchecked = (
+            "sm_121 code, FP4 and grouped products, shared memory, versions with a fault on a GPU"
+        )
+        return [
+            note("gpu", f"no nvidia-smi, so no usable NVIDIA GPU; not checked: {unchecked}", why)
+        ]
     if answer.code != 0:
         message = f"nvidia-smi fails: {answer.first_line or f'exit code {answer.code}'}"
-        return [fault("gpu", message, "the driver does not respond", "reboot, or reinstall the NVIDIA driver")]
+        return [
+            fault(
+                "gpu",
+                message,
+                "the driver does not respond",
+                "reboot, or reinstall the NVIDIA driver",
+            )
+        ]
     findings = []
     for gpu in smi_rows(answer.text, GPU_FIELDS):
         capability, driver = gpu["compute_cap"], gpu["driver_version"]
-        findings.append(ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}"))
+        findings.append(
+            ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}")
+        )
         if capability.startswith("12.") and (_major(driver) or CUDA_13_DRIVER) < CUDA_13_DRIVER:
             message, fix = (
                 f"driver {driver} is older than CUDA 13's",
                 f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
             )
-            findings.append(fault("driver", f"{message} ({CUDA_13_DRIVER})", "SM 12.x needs CUDA 13", fix))
+            findings.append(
+                fault("driver", f"{message} ({CUDA_13_DRIVER})", "SM 12.x needs CUDA 13", fix)
+            )
         numbers = tuple(int(x) for x in capability.split(".") if x.isdigit())
         if numbers and numbers < MIN_CAPABILITY:
             why = "this package's kernels need 8.0 or newer"
             findings.append(note("kernels", f"compute capability {capability}", why))
-    return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
+    return [
+        *findings,
+        _check_processes(probe),
+        _check_nvcc(probe),
+        *_check_torch(probe),
+        *_check_kernels(probe),
+    ]
 
 
 def gpu_capability(probe: Probe) -> str:
@@ -297,7 +366,12 @@ def check_versions(probe: Probe) -> list[CheckResult]:
 def notes_on(found: Iterable[tuple[str, known_faults.KnownBad]]) -> list[CheckResult]:
     """Return the findings for versions with a known fault."""
     return [
-        note("known versions", f"{row.package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)
+        note(
+            "known versions",
+            f"{row.package} {version}: {row.effect}",
+            f"{row.source}, {row.date}",
+            row.fix,
+        )
         for version, row in found
     ]
 
@@ -309,14 +383,18 @@ def _check_processes(probe: Probe) -> CheckResult:
         return ok("gpu processes", "none")
     names = "; ".join(", ".join(p.values()) for p in processes[:3])
     why = "they use memory and disturb every timing"
-    return note("gpu processes", f"{len(processes)}: {names}", why, "stop them before serving or measuring")
+    return note(
+        "gpu processes", f"{len(processes)}: {names}", why, "stop them before serving or measuring"
+    )
 
 
 def _check_nvcc(probe: Probe) -> CheckResult:
     answer = probe.run("nvcc", "--version")
     if answer.code == 127:
         return note("nvcc", "not installed", "needed only to build the GPU kernels from source")
-    release = next((part for part in answer.text.replace(",", " ").split() if part.startswith("V")), "")
+    release = next(
+        (part for part in answer.text.replace(",", " ").split() if part.startswith("V")), ""
+    )
     if (_major(release[1:]) or 13) < 13:
         why = "CUDA before 13 cannot build for sm_121a"
         return note("nvcc", release, why, "install CUDA 13 and put its nvcc first on the PATH")
@@ -329,10 +407,24 @@ def _check_torch(probe: Probe) -> list[CheckResult]:
     version = probe.torch_cuda_version()
     if version is None:
         why = "quantizing and evaluating would run on the CPU"
-        return [note("torch", "a build without CUDA on a machine with a GPU", why, "install torch for cu130")]
+        return [
+            note(
+                "torch",
+                "a build without CUDA on a machine with a GPU",
+                why,
+                "install torch for cu130",
+            )
+        ]
     if (_major(version) or 13) < 13:
         why = "wheels before cu130 have no machine code for GB10"
-        return [note("torch", f"built for CUDA {version}", why, "install torch for cu130 (not needed for other GPUs)")]
+        return [
+            note(
+                "torch",
+                f"built for CUDA {version}",
+                why,
+                "install torch for cu130 (not needed for other GPUs)",
+            )
+        ]
     return [ok("torch", f"built for CUDA {version}")]
 
 
@@ -346,7 +438,9 @@ def _check_kernels(probe: Probe) -> list[CheckResult]:
     if answer.code == 3:
         return [note("NVFP4 kernels", "cannot run here", answer.first_line)]
     why = "a wrong kernel gives plausible but wrong answers"
-    return [fault("NVFP4 kernels", "wrong on this GPU", why, "annie-quant validate-gpu --stack all")]
+    return [
+        fault("NVFP4 kernels", "wrong on this GPU", why, "annie-quant validate-gpu --stack all")
+    ]
 
 
 def _major(version: str) -> int | None:
@@ -372,7 +466,9 @@ def check_docker(probe: Probe) -> list[CheckResult]:
             fix = "sudo usermod -aG docker $USER, then log in again"
             return [fault("docker", "this user may not use docker", "recipes would need sudo", fix)]
         message = (answer.first_line or "no answer")[:160]
-        return [note("docker", message, "no container can be started", "sudo systemctl start docker")]
+        return [
+            note("docker", message, "no container can be started", "sudo systemctl start docker")
+        ]
     try:
         info = salvage_line(DockerInfo, answer.text.encode())
     except (ValueError, msgspec.MsgspecError):
@@ -387,7 +483,9 @@ def check_docker(probe: Probe) -> list[CheckResult]:
 
 def _check_servers(probe: Probe) -> list[CheckResult]:
     """Check running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
-    answer = probe.run("docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}")
+    answer = probe.run(
+        "docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}"
+    )
     findings = []
     for line in answer.text.splitlines() if answer.code == 0 else ():
         name, image, command = [*line.split("\t"), "", ""][:3]
@@ -406,6 +504,14 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
 
 
 CHECKS = (
-    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu,
-    check_versions, check_docker,
-)  # fmt: skip
+    check_python,
+    check_modules,
+    check_extras,
+    check_memory,
+    check_disk,
+    check_ownership,
+    check_token,
+    check_gpu,
+    check_versions,
+    check_docker,
+)

@@ -75,7 +75,9 @@ class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 @cache
 def bad_versions() -> list[KnownBad]:
-    return msgspec.json.decode((ASSETS / "known_bad_versions.json").read_bytes(), type=list[KnownBad])
+    return msgspec.json.decode(
+        (ASSETS / "known_bad_versions.json").read_bytes(), type=list[KnownBad]
+    )
 
 
 def faults_of(

@@ -72,7 +72,10 @@ class LlamaCpp:
             "address_file": address_file,
         }
         server = process.spawn(
-            [sys.executable, "-m", "annie_quant.ops.llama_cpp_child", json.dumps(options)], log, NAME, environment()
+            [sys.executable, "-m", "annie_quant.ops.llama_cpp_child", json.dumps(options)],
+            log,
+            NAME,
+            environment(),
         )
         try:
             process.wait_ready(server, lambda: address.read_text() or None, timeout_s, progress)
@@ -82,9 +85,25 @@ class LlamaCpp:
 
     def command(self, model: Path, port: int = 8000, drafts: int = 0, **_: object) -> str:
         """Return the same server as a llama-server command, for a machine where that is installed."""
-        words = ["llama-server", "--model", str(model), "--port", str(port), "--jinja", "--reasoning-format", "auto"]
+        words = [
+            "llama-server",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+            "--jinja",
+            "--reasoning-format",
+            "auto",
+        ]
         if drafts:
-            words += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts), "--spec-draft-p-min", "0"]
+            words += [
+                "--spec-type",
+                "draft-mtp",
+                "--spec-draft-n-max",
+                str(drafts),
+                "--spec-draft-p-min",
+                "0",
+            ]
         return shlex.join(words)
 
     def check(self, model: Path, recipe: str | None = None) -> list[str]:
@@ -105,7 +124,11 @@ def environment() -> dict[str, str]:
     home = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     inherited = {k: v for k, v in os.environ.items() if (k, v) != ("OMP_WAIT_POLICY", "passive")}
-    return {**inherited, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home, "PYTHONUNBUFFERED": "1"}
+    return {
+        **inherited,
+        "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home,
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def check_file(model: Path) -> None:
@@ -119,7 +142,11 @@ def check_file(model: Path) -> None:
         with model.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file") from None
+        raise EnvironmentFault(
+            f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file"
+        ) from None
     if magic != b"GGUF":
-        raise UsageError(f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one")
+        raise UsageError(
+            f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one"
+        )
     check_header(model)

@@ -43,7 +43,9 @@ def main() -> None:
         params.cpuparams.n_threads = options["threads"]
         params.cpuparams_batch.n_threads = options["threads"]
     if options["drafts"]:
-        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.types = [
+            xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP
+        ]
         params.speculative.draft.n_max = options["drafts"]
         params.speculative.draft.p_min = 0.0
     server = xllamacpp.Server(params)

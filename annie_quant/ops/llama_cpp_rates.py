@@ -34,9 +34,17 @@ if TYPE_CHECKING:
 TYPES = ("BF16", "Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "NVFP4")
 # (head size, key heads, query heads). Few key heads: where rows are short, their cost is not in proportion to their number.
 ATTENTION = (
-    (64, 1, 4), (64, 2, 8), (64, 2, 16), (64, 3, 12), (64, 4, 16), (64, 8, 16),
-    (128, 2, 8), (128, 2, 16), (128, 4, 16), (128, 8, 16),
-)  # fmt: skip
+    (64, 1, 4),
+    (64, 2, 8),
+    (64, 2, 16),
+    (64, 3, 12),
+    (64, 4, 16),
+    (64, 8, 16),
+    (128, 2, 8),
+    (128, 2, 16),
+    (128, 4, 16),
+    (128, 8, 16),
+)
 DEPTHS = (0, 512, 1536)
 TOKENS, REPEATS = 16, 4
 ROUNDS = 2  # of the products, because a machine's bandwidth changes over seconds
@@ -60,10 +68,14 @@ class Probe(NamedTuple):
         """Return the linears of a layer by llama.cpp's names."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes = {
-            "attn_q": (queries, self.hidden), "attn_k": (keys, self.hidden), "attn_v": (keys, self.hidden),
-            "attn_output": (self.hidden, queries), "ffn_gate": (self.inner, self.hidden),
-            "ffn_up": (self.inner, self.hidden), "ffn_down": (self.hidden, self.inner),
-        }  # fmt: skip
+            "attn_q": (queries, self.hidden),
+            "attn_k": (keys, self.hidden),
+            "attn_v": (keys, self.hidden),
+            "attn_output": (self.hidden, queries),
+            "ffn_gate": (self.inner, self.hidden),
+            "ffn_up": (self.inner, self.hidden),
+            "ffn_down": (self.hidden, self.inner),
+        }
         return [(name, Product(self.type, *shape)) for name, shape in shapes.items()]
 
     def products(self) -> list[Product]:
@@ -78,8 +90,12 @@ PRODUCT_PROBES = [
     *(Probe(kind, 4, 2048, 4096, 32, 2, 64, 8192) for kind in TYPES),
     Probe("BF16", 128, 128, 128, 2, 1, 64, 8192),
 ]
-ATTENTION_PROBES = [Probe("Q8_0", 12, 256, 256, n, kv, dim, 131072, "BF16") for dim, kv, n in ATTENTION]
-DEEP_PROBE = Probe("Q8_0", 2, 256, 256, 16, 2, 64, 65536, "BF16")  # few layers: a prompt of DEEP tokens takes seconds
+ATTENTION_PROBES = [
+    Probe("Q8_0", 12, 256, 256, n, kv, dim, 131072, "BF16") for dim, kv, n in ATTENTION
+]
+DEEP_PROBE = Probe(
+    "Q8_0", 2, 256, 256, 16, 2, 64, 65536, "BF16"
+)  # few layers: a prompt of DEEP tokens takes seconds
 DEEP_SHAPE = AttentionShape(
     num_hidden_layers=DEEP_PROBE.layers,
     num_attention_heads=DEEP_PROBE.heads,
@@ -95,8 +111,14 @@ def measure(progress: Progress = SILENT) -> LlamaCppRates:
     with tempfile.TemporaryDirectory(prefix="annie-quant-rates-") as name:
         folder = Path(name)
         progress.message("measuring llama.cpp: products per type")
-        rounds = [[time_probe(probe, DEPTHS[:1], folder) for probe in PRODUCT_PROBES] for _ in range(ROUNDS)]
-        products = [statistics.median(t for times in each for t in times[0]) for each in zip(*rounds, strict=True)]
+        rounds = [
+            [time_probe(probe, DEPTHS[:1], folder) for probe in PRODUCT_PROBES]
+            for _ in range(ROUNDS)
+        ]
+        products = [
+            statistics.median(t for times in each for t in times[0])
+            for each in zip(*rounds, strict=True)
+        ]
         progress.message("measuring llama.cpp: attention")
         times = [time_probe(probe, DEPTHS, folder) for probe in ATTENTION_PROBES]
         times.append(time_probe(DEEP_PROBE, (0, DEEP), folder, 2 * REPEATS))
@@ -104,7 +126,9 @@ def measure(progress: Progress = SILENT) -> LlamaCppRates:
         return fit(products, attention, deep)
 
 
-def time_probe(probe: Probe, depths: Sequence[int], folder: Path, repeats: int = REPEATS) -> list[list[float]]:
+def time_probe(
+    probe: Probe, depths: Sequence[int], folder: Path, repeats: int = REPEATS
+) -> list[list[float]]:
     """Return the seconds of a token in each request, per depth."""
     file = folder / "probe.gguf"
     write_probe(probe, file)
@@ -118,15 +142,25 @@ def time_probe(probe: Probe, depths: Sequence[int], folder: Path, repeats: int =
         file.unlink()
 
 
-def token_seconds(url: str, depth: int, tokens: int = TOKENS, repeats: int = REPEATS) -> list[float]:
+def token_seconds(
+    url: str, depth: int, tokens: int = TOKENS, repeats: int = REPEATS
+) -> list[float]:
     """Return the seconds of a token in each request, by the server's clock, after `depth` tokens. A first request warms up."""
     prompt = np.random.default_rng(SEED).integers(10, 1000, max(1, depth)).tolist()
-    body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
+    body = {
+        "prompt": prompt,
+        "n_predict": tokens,
+        "cache_prompt": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     times: list[float] = []
     for _ in range(repeats + 1):
         reply = fetch(f"{url}/completion", json=body, timeout_s=900)
         if reply.status != 200 or reply.fault:
-            raise EnvironmentFault(f"llama.cpp did not answer: HTTP {reply.status} {reply.fault or ''}".rstrip())
+            raise EnvironmentFault(
+                f"llama.cpp did not answer: HTTP {reply.status} {reply.fault or ''}".rstrip()
+            )
         times.append(json.loads(reply.body)["timings"]["predicted_per_token_ms"] / 1e3)
     return times[1:]
 
@@ -139,7 +173,9 @@ def random_rows(kind: str, columns: int) -> np.ndarray:
     random = np.random.default_rng(SEED)
     if kind == "NVFP4":
         blocks = random.integers(0, 256, (64, columns // 64, 36), np.uint8)
-        blocks[..., :4] = random.integers(0x08, 0x18, blocks[..., :4].shape)  # scales that are numbers
+        blocks[..., :4] = random.integers(
+            0x08, 0x18, blocks[..., :4].shape
+        )  # scales that are numbers
         return blocks.reshape(64, -1)
     weights = 0.02 * random.standard_normal((64, columns), np.float32)
     if kind in kquant.BLOCKS:
@@ -156,17 +192,25 @@ def write_probe(probe: Probe, path: Path) -> None:
     writer: GGUFWriter = gguf.GGUFWriter(path, "llama")
 
     def add(name: str, product: Product) -> None:
-        rows = np.tile(random_rows(product.type, product.columns), (-(-product.rows // 64), 1))[: product.rows]
+        rows = np.tile(random_rows(product.type, product.columns), (-(-product.rows // 64), 1))[
+            : product.rows
+        ]
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=gguf.GGMLQuantizationType[product.type])
 
     for setting, value in (
-        (writer.add_block_count, probe.layers), (writer.add_context_length, 32768),
-        (writer.add_embedding_length, probe.hidden), (writer.add_feed_forward_length, probe.inner),
-        (writer.add_head_count, probe.heads), (writer.add_head_count_kv, probe.kv_heads),
-        (writer.add_key_length, probe.head_dim), (writer.add_value_length, probe.head_dim),
-        (writer.add_rope_dimension_count, probe.head_dim), (writer.add_vocab_size, probe.vocabulary),
-        (writer.add_bos_token_id, 0), (writer.add_eos_token_id, 0),
-    ):  # fmt: skip
+        (writer.add_block_count, probe.layers),
+        (writer.add_context_length, 32768),
+        (writer.add_embedding_length, probe.hidden),
+        (writer.add_feed_forward_length, probe.inner),
+        (writer.add_head_count, probe.heads),
+        (writer.add_head_count_kv, probe.kv_heads),
+        (writer.add_key_length, probe.head_dim),
+        (writer.add_value_length, probe.head_dim),
+        (writer.add_rope_dimension_count, probe.head_dim),
+        (writer.add_vocab_size, probe.vocabulary),
+        (writer.add_bos_token_id, 0),
+        (writer.add_eos_token_id, 0),
+    ):
         setting(value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -191,7 +235,9 @@ def write_probe(probe: Probe, path: Path) -> None:
 # ---- fit
 
 
-def fit(products: Sequence[float], attention: Sequence[Sequence[float]], deep: Sequence[float]) -> LlamaCppRates:
+def fit(
+    products: Sequence[float], attention: Sequence[Sequence[float]], deep: Sequence[float]
+) -> LlamaCppRates:
     """Return the rates from the seconds of PRODUCT_PROBES, those of ATTENTION_PROBES at each of DEPTHS, and DEEP_PROBE's."""
     names = ["layer", *(f"{kind} {what}" for kind in TYPES for what in ("weight", "row"))]
     rows = []
@@ -205,19 +251,27 @@ def fit(products: Sequence[float], attention: Sequence[Sequence[float]], deep: S
 
     layers, rates = ATTENTION_PROBES[0].layers, []
     slopes = [(many - some) / (DEPTHS[2] - DEPTHS[1]) / layers for _, some, many in attention]
-    starts = [(t[1] - t[0]) / layers - DEPTHS[1] * slope for t, slope in zip(attention, slopes, strict=True)]
+    starts = [
+        (t[1] - t[0]) / layers - DEPTHS[1] * slope
+        for t, slope in zip(attention, slopes, strict=True)
+    ]
     for dim in sorted({dim for dim, _, _ in ATTENTION}):
         chosen = [i for i, (size, _, _) in enumerate(ATTENTION) if size == dim]
         sizes = sorted({ATTENTION[i][1] for i in chosen})
-        design = [[ATTENTION[i][2], *(float(ATTENTION[i][1] == kv) for kv in sizes)] for i in chosen]
+        design = [
+            [ATTENTION[i][2], *(float(ATTENTION[i][1] == kv) for kv in sizes)] for i in chosen
+        ]
         head, *keys = nonnegative_fit(np.array(design), np.array([slopes[i] for i in chosen]))
         rates += [
-            AttentionRate(head_dim=dim, kv_heads=kv, head_s=head, keys_s=s) for kv, s in zip(sizes, keys, strict=True)
+            AttentionRate(head_dim=dim, kv_heads=kv, head_s=head, keys_s=s)
+            for kv, s in zip(sizes, keys, strict=True)
         ]
     fitted = LlamaCppRates(
         layer_s=cost["layer"],
         depth_s=max(0.0, statistics.median(starts)),
-        products={k: ProductRate(weight_s=cost[f"{k} weight"], row_s=cost[f"{k} row"]) for k in TYPES},
+        products={
+            k: ProductRate(weight_s=cost[f"{k} weight"], row_s=cost[f"{k} row"]) for k in TYPES
+        },
         attention=rates,
     )
     more = deep[1] - deep[0] - attention_seconds(DEEP_SHAPE, fitted, DEEP)

@@ -41,7 +41,10 @@ TENSORS, FORMATS = "tensors", "formats"
 AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package installed next to it"
 # Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-OTHER = {"nvfp4": "fp8", "fp8": "fp4"}  # format of a linear → part of the names of classes for another format
+OTHER = {
+    "nvfp4": "fp8",
+    "fp8": "fp4",
+}  # format of a linear → part of the names of classes for another format
 SHOWN = 3
 
 
@@ -86,7 +89,9 @@ def check_served(
     elif served.family == "llama.cpp":
         loaded = check_file(root, checkpoint, headers)
     else:
-        loaded = [note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)]
+        loaded = [
+            note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)
+        ]
     if not info:
         drafts = check_drafts(root, served, headers)
     else:
@@ -104,7 +109,10 @@ def read_report(path: Path) -> list[LoadedModel]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path}: {str(error.strerror).lower()}", AGAIN) from None
-    loads = [decode(LoadedModel, line, f"{path}, line {i + 1}", hint=AGAIN) for i, line in enumerate(lines)]
+    loads = [
+        decode(LoadedModel, line, f"{path}, line {i + 1}", hint=AGAIN)
+        for i, line in enumerate(lines)
+    ]
     if not loads:
         raise UsageError(f"{path} is empty", AGAIN)
     return [load for load in loads if load.start == loads[-1].start]
@@ -126,14 +134,24 @@ def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[
     fix = f"another version of vLLM (this is {loads[-1].vllm}), or annie-quant audit {model.folder.path}"
     if unknown:
         why = "the server loaded another folder than --checkpoint"
-        yield fault(TENSORS, f"{count(unknown, 'loaded tensor')} not in the checkpoint", why, "compare the two folders")
+        yield fault(
+            TENSORS,
+            f"{count(unknown, 'loaded tensor')} not in the checkpoint",
+            why,
+            "compare the two folders",
+        )
     if lost:
         yield fault(
-            TENSORS, f"{count(lost, 'tensor')} written into no parameter", "vLLM drops them without an error", fix
+            TENSORS,
+            f"{count(lost, 'tensor')} written into no parameter",
+            "vLLM drops them without an error",
+            fix,
         )
     if incomplete:
         why = "they have whatever was in memory, or an initial value"
-        yield fault(TENSORS, f"{count(incomplete, 'parameter')} without all of their values", why, fix)
+        yield fault(
+            TENSORS, f"{count(incomplete, 'parameter')} without all of their values", why, fix
+        )
     if not (unknown or lost or incomplete):
         yield ok(TENSORS, f"all {len(used)} loaded, and every parameter has its values")
     if optional:
@@ -149,12 +167,18 @@ def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResu
     wrong = []
     for load in loads:
         for module, scheme in load.linears.items():
-            formats = {linears.get(m, "") for m in members(model, module) if m in linears or m in plain}
+            formats = {
+                linears.get(m, "") for m in members(model, module) if m in linears or m in plain
+            }
             if len(formats) == 1 and is_other(formats.pop(), scheme):
                 wrong.append(f"{module} by {scheme[0]}")
     if wrong:
-        return fault(FORMATS, f"{count(wrong, 'linear')} of another format; {listed}", "it is not what the checkpoint holds",
-                     "start the server without an option that quantizes")  # fmt: skip
+        return fault(
+            FORMATS,
+            f"{count(wrong, 'linear')} of another format; {listed}",
+            "it is not what the checkpoint holds",
+            "start the server without an option that quantizes",
+        )
     return ok(FORMATS, listed)
 
 
@@ -187,7 +211,9 @@ def count(names: Iterable[str], what: str) -> str:
 # ---- the file that llama.cpp loaded
 
 
-def check_file(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
+def check_file(
+    root: str, checkpoint: Path, headers: Mapping[str, str] | None = None
+) -> list[CheckResult]:
     """Compare the file that llama.cpp serves with a checkpoint, tensor by tensor."""
     reply = fetch(root + "/props", headers)
     try:
@@ -198,7 +224,12 @@ def check_file(root: str, checkpoint: Path, headers: Mapping[str, str] | None = 
     if reply.status != 200 or not props.model_path or not path.is_file():
         message = f"not compared: the server's file {props.model_path or '(no /props)'} is not on this machine"
         return [
-            note(TENSORS, message, "only the answers show what it has loaded", "run the doctor on the server's machine")
+            note(
+                TENSORS,
+                message,
+                "only the answers show what it has loaded",
+                "run the doctor on the server's machine",
+            )
         ]
     return findings_of(compare_file(checkpoint, path), checkpoint, path)
 
@@ -215,27 +246,46 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
         worst = sorted(wrong, key=lambda t: -t.error)[:SHOWN]
         listed = ", ".join(f"{t.name} {t.format} {t.error:.2g}" for t in worst)
         message = f"{len(wrong)} of {len(content.tensors)} tensors have other values than the checkpoint's ({listed}: relative L2)"
-        findings.append(fault(TENSORS, message, f"{path} was not made from it, or was quantized again", convert))
+        findings.append(
+            fault(TENSORS, message, f"{path} was not made from it, or was quantized again", convert)
+        )
     for names, what in ((missing, "tensor"), (content.unknown, "further tensor")):
         if names:
             where = "not in the file" if names is missing else "only in the file"
             findings.append(
-                fault(TENSORS, f"{count(names, what)} {where}", "the server computes another model", convert)
+                fault(
+                    TENSORS,
+                    f"{count(names, what)} {where}",
+                    "the server computes another model",
+                    convert,
+                )
             )
     if not findings:
-        message = f"all {len(content.tensors)} of the file that is served have the checkpoint's values"
+        message = (
+            f"all {len(content.tensors)} of the file that is served have the checkpoint's values"
+        )
         findings.append(ok(TENSORS, message))
     if near:
         listed = ", ".join(f"{t.name} {t.format}" for t in near[:SHOWN])
-        findings.append(note(TENSORS, f"{len(near)} are stored in another format, within its rounding ({listed})"))
+        findings.append(
+            note(
+                TENSORS, f"{len(near)} are stored in another format, within its rounding ({listed})"
+            )
+        )
     if auxiliary:
         findings.append(
-            note(TENSORS, f"{count(auxiliary, 'tensor')} not in the file", "it drafts and sees nothing without them")
+            note(
+                TENSORS,
+                f"{count(auxiliary, 'tensor')} not in the file",
+                "it drafts and sees nothing without them",
+            )
         )
     formats: dict[str, Counter[str]] = {}
     for t in content.tensors:
         formats.setdefault(t.format, Counter())[label_of(t.name.removesuffix(".weight"))] += 1
-    listed = "; ".join(f"{name}: {', '.join(f'{n} x {x}' for x, n in c.items())}" for name, c in formats.items())
+    listed = "; ".join(
+        f"{name}: {', '.join(f'{n} x {x}' for x, n in c.items())}" for name, c in formats.items()
+    )
     return [*findings, ok(FORMATS, listed)]
 
 
@@ -244,14 +294,23 @@ NOT_ACCEPTED = "drafting costs time and gives nothing: a lost or faulty head, or
 N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
 
 
-def check_drafts(root: str, served: server_checks.Served, headers: Mapping[str, str] | None = None) -> CheckResult:
+def check_drafts(
+    root: str, served: server_checks.Served, headers: Mapping[str, str] | None = None
+) -> CheckResult:
     """Return how many drafted tokens a server accepts, while it answers some of the prompts that it has answered before."""
     prompts = served.prompts[:N_PROMPTS]
     if served.family == "llama.cpp":
         bodies = [server_checks.native_body(p, N_DRAFTED) for p in prompts]
         replies = server_checks.post(root + server_checks.NATIVE, bodies, headers)
-        answers = [salvage_line(TimedAnswer, reply.body).timings for reply in replies if reply.status == 200]
-        drafted, accepted = sum(a.draft_n for a in answers), sum(a.draft_n_accepted for a in answers)
+        answers = [
+            salvage_line(TimedAnswer, reply.body).timings
+            for reply in replies
+            if reply.status == 200
+        ]
+        drafted, accepted = (
+            sum(a.draft_n for a in answers),
+            sum(a.draft_n_accepted for a in answers),
+        )
         steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
     else:
         server = Backend("server", root, headers=headers or {})
@@ -261,14 +320,26 @@ def check_drafts(root: str, served: server_checks.Served, headers: Mapping[str, 
         after = read_counters(server)
         steps = drafted = accepted = 0
         if before and after:
-            drafted, accepted = int(after.drafted - before.drafted), int(after.accepted - before.accepted)
+            drafted, accepted = (
+                int(after.drafted - before.drafted),
+                int(after.accepted - before.accepted),
+            )
             steps = int(after.generated - before.generated) - accepted
     if drafted <= 0:
-        return note(DRAFTS, "the server drafts nothing", "it was started without speculative decoding, or reports none")
+        return note(
+            DRAFTS,
+            "the server drafts nothing",
+            "it was started without speculative decoding, or reports none",
+        )
     message = f"{accepted} of {drafted} drafted tokens accepted, {1 + accepted / max(1, steps):.2f} tokens per step"
     if accepted > 0:
         return ok(DRAFTS, message)
-    return fault(DRAFTS, message, NOT_ACCEPTED, "annie-quant audit DIR --source BF16 compares the head's tensors")
+    return fault(
+        DRAFTS,
+        message,
+        NOT_ACCEPTED,
+        "annie-quant audit DIR --source BF16 compares the head's tensors",
+    )
 
 
 def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
@@ -277,7 +348,9 @@ def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[
     server_checks.model_name(root, headers)  # raises where nothing answers
     server = Backend("server", root, headers=headers or {})
     who, info = identity(server), sglang_page(server)
-    message = f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
+    message = (
+        f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
+    )
     what = f"{message}, weights in {who.format}" if who.format else message
     add = "add --checkpoint DIR, the folder that it serves"
     findings = [ok("server", what), *faults_of(who, None)]
@@ -290,15 +363,22 @@ def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
     """Return the known faults of a running server's version with this kind of model, and with this machine's GPU if it has one."""
     if who.runtime not in ("vllm", "sglang") or not who.version:
         return []
-    return notes_on(known_faults.faults_of([(who.runtime, who.version[:40])], gpu_capability(Probe()), family))
+    return notes_on(
+        known_faults.faults_of([(who.runtime, who.version[:40])], gpu_capability(Probe()), family)
+    )
 
 
 # ---- what SGLang reports of itself
 
 REPORTED = (
-    "quantization", "dtype", "kv_cache_dtype", "attention_backend", "fp4_gemm_runner_backend", "moe_runner_backend",
+    "quantization",
+    "dtype",
+    "kv_cache_dtype",
+    "attention_backend",
+    "fp4_gemm_runner_backend",
+    "moe_runner_backend",
     "speculative_algorithm",
-)  # fmt: skip
+)
 OF_NVFP4 = ("fp4", "modelopt", "compressed")  # parts of the names of its methods that read NVFP4
 MOST_TOKENS = 1000  # per step: more is not a rate
 Info = Mapping[str, object]
@@ -313,21 +393,40 @@ def _text(info: Info, name: str) -> str:
 def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResult]:
     """Yield what the server's arguments say about its kernels and parsers, and whether they fit a checkpoint."""
     listed = ", ".join(f"{name} {value}" for name in REPORTED if (value := _text(info, name)))
-    stored = {x.format for x in dialects.read(ModelFolder(checkpoint)).linears.values()} if checkpoint else set()
+    stored = (
+        {x.format for x in dialects.read(ModelFolder(checkpoint)).linears.values()}
+        if checkpoint
+        else set()
+    )
     used, path = _text(info, "quantization"), Path(_text(info, "model_path") or "/nowhere")
     if checkpoint and path.is_dir() and not path.samefile(checkpoint):
-        yield fault("checkpoint", f"the server loaded {path}", "it is not --checkpoint", "compare the two folders")
+        yield fault(
+            "checkpoint",
+            f"the server loaded {path}",
+            "it is not --checkpoint",
+            "compare the two folders",
+        )
     right = any(part in used for part in OF_NVFP4) if "nvfp4" in stored else bool(stored)
     if checkpoint and used and not right:
         what = " and ".join(sorted(stored)) or "16 bits"
         why = f"the checkpoint is in {what}"
-        yield fault("formats", listed, why, "start the server without --quantization, or with modelopt_fp4 for NVFP4")
+        yield fault(
+            "formats",
+            listed,
+            why,
+            "start the server without --quantization, or with modelopt_fp4 for NVFP4",
+        )
     else:
         yield ok("formats", listed)
-    parsers = {f"--{name.replace('_', '-')}": _text(info, name) for name in ("tool_call_parser", "reasoning_parser")}
+    parsers = {
+        f"--{name.replace('_', '-')}": _text(info, name)
+        for name in ("tool_call_parser", "reasoning_parser")
+    }
     if missing := [flag for flag, value in parsers.items() if not value]:
         why = "tool calls stay in the text, or thinking leaks: a fault of the server, not of the model"
-        fix = "start it with --reasoning-parser qwen3 --tool-call-parser qwen3_coder, or its family's"
+        fix = (
+            "start it with --reasoning-parser qwen3 --tool-call-parser qwen3_coder, or its family's"
+        )
         yield fault("parsers", f"the server runs without {', '.join(missing)}", why, fix)
     else:
         yield ok("parsers", ", ".join(" ".join(parser) for parser in parsers.items()))
@@ -336,10 +435,20 @@ def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResu
 def check_accepted(info: Info, why_none: str) -> CheckResult:
     """Return how many tokens per step the server's drafts gave since its start."""
     states = info.get("internal_states")
-    found = [s.get("avg_spec_accept_length") for s in states if isinstance(s, dict)] if isinstance(states, list) else []
+    found = (
+        [s.get("avg_spec_accept_length") for s in states if isinstance(s, dict)]
+        if isinstance(states, list)
+        else []
+    )
     rates = [rate for rate in found if isinstance(rate, (int, float)) and 0 <= rate < MOST_TOKENS]
     algorithm = _text(info, "speculative_algorithm")
     if not algorithm or not rates:
-        return note("drafts", "the server drafts nothing", "it was started without drafts, or has not drafted yet")
-    message = f"{sum(rates) / len(rates):.2f} tokens per step since the server's start ({algorithm})"
+        return note(
+            "drafts",
+            "the server drafts nothing",
+            "it was started without drafts, or has not drafted yet",
+        )
+    message = (
+        f"{sum(rates) / len(rates):.2f} tokens per step since the server's start ({algorithm})"
+    )
     return ok("drafts", message) if max(rates) > 1 else fault("drafts", message, why_none)

@@ -43,7 +43,9 @@ _running: weakref.WeakSet[Server] = weakref.WeakSet()
 class Server:
     """A running server. Use it as a context manager, or call `stop`. It is stopped at exit in any case."""
 
-    def __init__(self, process: subprocess.Popen, log: Path, name: str, pid: int | None = None) -> None:
+    def __init__(
+        self, process: subprocess.Popen, log: Path, name: str, pid: int | None = None
+    ) -> None:
         self.process = process  # the supervisor
         self.pid = pid or process.pid  # the server itself, whose memory is measured
         self.log = log
@@ -59,7 +61,9 @@ class Server:
         """Block until the server ends by itself. Raises ServerError if it failed."""
         code = self.process.wait()
         if code not in (0, -signal.SIGTERM):
-            raise ServerError(f"{self.name} stopped with code {code}: {cause_line(self.log)}", hint(self.log))
+            raise ServerError(
+                f"{self.name} stopped with code {code}: {cause_line(self.log)}", hint(self.log)
+            )
         return code
 
     def stop(self) -> None:
@@ -104,7 +108,15 @@ def spawn(
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     status_read, status_write = os.pipe()
-    arguments = [sys.executable, "-I", "-S", str(SUPERVISOR), str(status_write), container_file or "-", *command]
+    arguments = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(status_write),
+        container_file or "-",
+        *command,
+    ]
     with os.fdopen(status_read, "rb", buffering=0) as status:
         with os.fdopen(status_write, "wb"), log.open("wb") as out:
             process = subprocess.Popen(
@@ -131,12 +143,21 @@ def wait_ready(
     try:
         while time.monotonic() < deadline:
             if not server.alive:
-                raise ServerError(f"{server.name} stopped while starting: {cause_line(server.log)}", hint(server.log))
-            if (url := address()) and fetch(url.rstrip("/") + HEALTH, timeout_s=PROBE_S).status == 200:
+                raise ServerError(
+                    f"{server.name} stopped while starting: {cause_line(server.log)}",
+                    hint(server.log),
+                )
+            if (url := address()) and fetch(
+                url.rstrip("/") + HEALTH, timeout_s=PROBE_S
+            ).status == 200:
                 server.url = url
                 return
             if time.monotonic() - checked > PHASE_S:
-                checked, previous, phase = time.monotonic(), phase, known_faults.phase(read(server.log))
+                checked, previous, phase = (
+                    time.monotonic(),
+                    phase,
+                    known_faults.phase(read(server.log)),
+                )
                 if phase != previous:
                     progress.message(phase)
             time.sleep(POLL_S)
@@ -183,7 +204,9 @@ def check_port(port: int) -> None:
                 "choose another --port (0 takes a free one)",
             ) from None
         except OverflowError:
-            raise ServerError(f"port {port} is not a port number", "choose one from 0 to 65535") from None
+            raise ServerError(
+                f"port {port} is not a port number", "choose one from 0 to 65535"
+            ) from None
 
 
 def free_port() -> int:

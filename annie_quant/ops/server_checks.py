@@ -56,7 +56,11 @@ class Served:
 
 
 def served_answers(
-    url: str, prompts: Sequence[Sequence[int]], n_tokens: int, n_best: int, headers: Mapping[str, str] | None = None
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    n_tokens: int,
+    n_best: int,
+    headers: Mapping[str, str] | None = None,
 ) -> Served:
     """Return a server's greedy answer of at most n_tokens tokens to each prompt (token ids).
 
@@ -78,7 +82,9 @@ def served_answers(
     else:
         path, model = OPENAI, model_name(root, headers)
         more = {"logprobs": n_best, "return_tokens_as_token_ids": True}
-        replies = post(root + path, [openai_body(model, p, n_tokens) | more for p in prompts], headers)
+        replies = post(
+            root + path, [openai_body(model, p, n_tokens) | more for p in prompts], headers
+        )
     answers = []
     for reply in replies:
         if reply.status != 200:
@@ -106,11 +112,15 @@ def check_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def post(url: str, bodies: Sequence[Mapping[str, object]], headers: Mapping[str, str] | None) -> list[HttpReply]:
+def post(
+    url: str, bodies: Sequence[Mapping[str, object]], headers: Mapping[str, str] | None
+) -> list[HttpReply]:
     """POST the bodies one after another."""
     if not bodies:
         return []
-    requests = [Request(url, json=dict(body), headers=headers, timeout_s=TIMEOUT_S) for body in bodies]
+    requests = [
+        Request(url, json=dict(body), headers=headers, timeout_s=TIMEOUT_S) for body in bodies
+    ]
     timings = run(requests, 1, max_event_bytes=MAX_BYTES, max_answer_bytes=MAX_BYTES)
     return [http_reply(timings, i) for i in range(len(bodies))]
 
@@ -123,7 +133,9 @@ def model_name(root: str, headers: Mapping[str, str] | None) -> str:
         raise ServerError(problem, "start the server, or check --server")
     name = first_model(reply.body)
     if name is None:
-        raise ServerError(f"{root}/v1/models lists no model (status {reply.status})", "check --server and the key")
+        raise ServerError(
+            f"{root}/v1/models lists no model (status {reply.status})", "check --server and the key"
+        )
     return name
 
 
@@ -141,7 +153,9 @@ def read_answer(reply: bytes, where: str) -> ServedAnswer:
         if "meta_info" in body:
             steps = body["meta_info"]["output_top_logprobs"]
             chosen = [int(id_) for _, id_, _ in body["meta_info"]["output_token_logprobs"]]
-            return ServedAnswer(chosen, [{int(id_): float(v) for v, id_, _ in step} for step in steps])
+            return ServedAnswer(
+                chosen, [{int(id_): float(v) for v, id_, _ in step} for step in steps]
+            )
         logprobs = body["choices"][0]["logprobs"]
         if not logprobs and body["choices"][0]["text"]:
             return ServedAnswer([], [], str(body["choices"][0]["text"]))
@@ -176,7 +190,10 @@ N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
 
 
 def check_server(
-    url: str, checkpoint: Path, reference: Path | None = None, headers: Mapping[str, str] | None = None
+    url: str,
+    checkpoint: Path,
+    reference: Path | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[CheckResult, Served, Fingerprint | GreedyTokens]:
     """Compare about 20 short answers with the checkpoint's own log-probabilities, and name the numerics profile that is served.
 
@@ -189,11 +206,15 @@ def check_server(
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
     if not any(a.text for a in served.answers):
         tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
-        result = offline.compare_with_server(checkpoint, reference, prompts, tokens, logprobs, served.family)
+        result = offline.compare_with_server(
+            checkpoint, reference, prompts, tokens, logprobs, served.family
+        )
         return finding(result, checkpoint, reference, offline.REFERENCE), served, result
     template = Template(reference or checkpoint)
     # The last token of a text may have been cut in the middle of another one.
-    greedy = offline.compare_tokens(checkpoint, prompts, [template.ids(a.text)[:-1] for a in served.answers])
+    greedy = offline.compare_tokens(
+        checkpoint, prompts, [template.ids(a.text)[:-1] for a in served.answers]
+    )
     return greedy_finding(greedy, checkpoint), served, greedy
 
 
@@ -209,7 +230,9 @@ def greedy_finding(result: GreedyTokens, checkpoint: Path) -> CheckResult:
     return note(ARITHMETIC, message, why, "vLLM: start it without --max-logprobs 0")
 
 
-def finding(result: Fingerprint, checkpoint: Path, reference: Path | None, reference_name: str) -> CheckResult:
+def finding(
+    result: Fingerprint, checkpoint: Path, reference: Path | None, reference_name: str
+) -> CheckResult:
     """Return the finding for a fingerprint."""
     from annie_quant.offline.profiles import find_profile
 
@@ -220,7 +243,9 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path | None, refer
     )
     if result.name is None:
         message = f"none of these: {', '.join(c.name for c in result.candidates)}; closest {best.name}, {figures}"
-        return fault(ARITHMETIC, message, ANOTHER, f"annie-quant validate-gpu --stack all, and {COMPARE}")
+        return fault(
+            ARITHMETIC, message, ANOTHER, f"annie-quant validate-gpu --stack all, and {COMPARE}"
+        )
     also = f"; cannot be distinguished from {', '.join(result.also)}" if result.also else ""
     message = f"{best.name} ({best.arithmetic}); {figures}{also}"
     if best.name == reference_name:
@@ -228,7 +253,12 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path | None, refer
         return fault(ARITHMETIC, message, why, "serve the checkpoint's folder")
     if result.is_doubtful:
         why = "two noisy computations of one checkpoint differ by 1.4 times the expected at most"
-        return note(ARITHMETIC, message, f"{why}: the server may have another checkpoint of this model", COMPARE)
+        return note(
+            ARITHMETIC,
+            message,
+            f"{why}: the server may have another checkpoint of this model",
+            COMPARE,
+        )
     w4a4 = any(c.name == "vllm-cutlass" for c in result.candidates)
     if w4a4 and not find_profile(best.name).needs_input_scale:
         why = "the checkpoint has scales for 4-bit activations, and this server does not use them"
@@ -251,29 +281,48 @@ def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckRes
     """
     root = check_url(url)
     model = model_name(root, headers)
-    messages: list[Any] = ["Answer with one word: yes.", *(message(colour) for colour in COLOURS.values())]
+    messages: list[Any] = [
+        "Answer with one word: yes.",
+        *(message(colour) for colour in COLOURS.values()),
+    ]
     requests = [
-        chat(root, model, [{"role": "user", "content": content}], max_tokens=MAX_TOKENS, temperature=0, headers=headers,
-             timeout_s=TIMEOUT_S)
+        chat(
+            root,
+            model,
+            [{"role": "user", "content": content}],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            headers=headers,
+            timeout_s=TIMEOUT_S,
+        )
         for content in messages
-    ]  # fmt: skip
+    ]
     plain, *records = run(requests, 1).records()
     if plain["error"]:
-        raise ServerError(f"{root} does not answer a question without an image: {plain['error']}", "check --server")
+        raise ServerError(
+            f"{root} does not answer a question without an image: {plain['error']}",
+            "check --server",
+        )
     refusal = next((r["error"] for r in records if r["error"]), None)
     if refusal:
         why = "it serves a text model, or was started without images (--language-model-only; llama.cpp: no --mmproj)"
         return note(IMAGES, f"the server refuses a message with an image: {refusal}", why)
     answers = [str(r["text"]).strip() for r in records]
-    listed = ", ".join(f"{name}: {answer[:60]!r}" for name, answer in zip(COLOURS, answers, strict=True))
+    listed = ", ".join(
+        f"{name}: {answer[:60]!r}" for name, answer in zip(COLOURS, answers, strict=True)
+    )
     if all(names_only(name, answer) for name, answer in zip(COLOURS, answers, strict=True)):
         return ok(IMAGES, f"the server names the colours of two images ({listed})")
     if answers[0] == answers[1]:
         why = "the server accepts images and the model does not see them: a lost or faulty vision tower"
         same = f"the answer is the same for two images ({listed})"
         return fault(IMAGES, same, why, "annie-quant audit DIR --source BF16")
-    return fault(IMAGES, f"the server names another colour than an image has ({listed})", "the vision tower may be faulty",
-                 "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16")  # fmt: skip
+    return fault(
+        IMAGES,
+        f"the server names another colour than an image has ({listed})",
+        "the vision tower may be faulty",
+        "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16",
+    )
 
 
 def names_only(colour: str, answer: str) -> bool:
@@ -295,8 +344,15 @@ def png(colour: tuple[int, int, int]) -> bytes:
     """Return a PNG of one colour (W3C PNG, chunks IHDR, IDAT and IEND; 8 bits, colour type 2)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     rows = (b"\0" + bytes(colour) * PIXELS) * PIXELS  # a byte for the filter, 0: none
     header = struct.pack(">IIBBBBB", PIXELS, PIXELS, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )

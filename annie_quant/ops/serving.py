@@ -116,7 +116,9 @@ class ServingRecipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def load_recipes(runtime: str) -> dict[str, ServingRecipe]:
     """Return all recipes of a runtime by name."""
-    return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, ServingRecipe])
+    return msgspec.json.decode(
+        (RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, ServingRecipe]
+    )
 
 
 def choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]:
@@ -124,7 +126,9 @@ def choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]
     known = load_recipes(runtime)
     name = recipe or max(n for n in known if n.replace("-", "").isdigit())
     if name not in known:
-        raise UsageError(f"{runtime} has no recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
+        raise UsageError(
+            f"{runtime} has no recipe {name!r}", f"choose one of: {', '.join(sorted(known))}"
+        )
     return name, known[name]
 
 
@@ -149,7 +153,9 @@ class RecipeRuntime:
 
     def check_folder(self, model: Path) -> None:
         if not (model / "config.json").is_file():
-            raise UsageError(f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint")
+            raise UsageError(
+                f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint"
+            )
 
     def words_for(self, model: Path, recipe: ServingRecipe) -> list[str]:
         """Return a recipe's command for one model.
@@ -169,7 +175,11 @@ class RecipeRuntime:
     def arguments(self, model: Path, port: int, recipe: str | None = None) -> list[str]:
         """Return the whole command: `docker run …` in the foreground, or the program itself."""
         chosen, model = self.find(recipe), model.resolve()
-        fill = {"{port}": str(port), "{name}": model.name, "{model}": "/model" if chosen.image else str(model)}
+        fill = {
+            "{port}": str(port),
+            "{name}": model.name,
+            "{model}": "/model" if chosen.image else str(model),
+        }
         words = [fill.get(word, word) for word in self.words_for(model, chosen)]
         if chosen.image is None:
             program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or self.program[0]
@@ -198,12 +208,19 @@ class RecipeRuntime:
             first = f": {audit.findings[0].message}" if audit.findings else ""
             raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
         if support and support.loads == "no":
-            raise CheckpointError(f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
+            raise CheckpointError(
+                f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}"
+            )
         loading = loader_support.versions(dialects.read(ModelFolder(model)))
         for versions in loading:
             if versions.since is None and versions.server.lower() == self.name:
-                others = ", ".join(v.server for v in loading if v.since) or "no server that is known here"
-                raise CheckpointError(f"{versions} loads {model}", f"loaded by {others}; or quantize to other formats")
+                others = (
+                    ", ".join(v.server for v in loading if v.since)
+                    or "no server that is known here"
+                )
+                raise CheckpointError(
+                    f"{versions} loads {model}", f"loaded by {others}; or quantize to other formats"
+                )
         notes = [f"recipe {self.name} {name}: {chosen.note} (source: {chosen.source})"]
         if chosen.image and chosen.tag_moves:
             notes.append(
@@ -211,7 +228,9 @@ class RecipeRuntime:
                 f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
             )
         if support is None:
-            notes.append(f"whether {self.title} loads it is not checked: this package has no rule for {self.title}")
+            notes.append(
+                f"whether {self.title} loads it is not checked: this package has no rule for {self.title}"
+            )
         elif support.note:
             notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
         notes += [f"versions that load it: {versions}" for versions in loading]
@@ -223,11 +242,19 @@ class RecipeRuntime:
         """Write the recipe as YAML for sparkrun and spark-vllm-docker (recipe_version 1)."""
         chosen, model = self.find(recipe), model.resolve()
         if chosen.image is None:
-            raise UsageError("a recipe without a container cannot be written for sparkrun", "choose a dated recipe")
+            raise UsageError(
+                "a recipe without a container cannot be written for sparkrun",
+                "choose a dated recipe",
+            )
         fill = {"{name}": model.name, "{model}": str(model)}
         command = self.words_for(model, chosen)
-        words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
-        words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
+        words = [
+            shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command
+        ]
+        words = [
+            word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word
+            for word in words
+        ]
         line = " ".join([*self.program, *_model_first(words)] if self.program else words)
         fields: dict[str, object] = {
             "recipe_version": "1",
@@ -243,7 +270,9 @@ class RecipeRuntime:
         }
         text = f"# {chosen.note}\n# source: {chosen.source}\n"
         # JSON is valid YAML, so values are written as JSON: no YAML library, and correct quoting.
-        write_text(path, text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in fields.items()))
+        write_text(
+            path, text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in fields.items())
+        )
         return path
 
     def start(
@@ -264,13 +293,19 @@ class RecipeRuntime:
         chosen, port = self.find(recipe), port or 8000
         words = change(self.arguments(model, port, recipe))
         if shutil.which(words[0]) is None:
-            missing = f"{self.name} runs in a container, and docker" if chosen.image else f"the program {words[0]}"
+            missing = (
+                f"{self.name} runs in a container, and docker"
+                if chosen.image
+                else f"the program {words[0]}"
+            )
             raise EnvironmentFault(
                 f"{missing} is not installed here",
                 f"annie-quant serve {shlex.quote(str(model))} --runtime {self.name} --dry-run",
             )
         process.check_port(port)
-        return process.start_at(port, words, log, self.name, {**os.environ, **chosen.env}, timeout_s, progress)
+        return process.start_at(
+            port, words, log, self.name, {**os.environ, **chosen.env}, timeout_s, progress
+        )
 
 
 def _model_first(words: list[str]) -> list[str]:
@@ -300,13 +335,17 @@ class Runtime(Protocol):
 
     def check(self, model: Path, recipe: str | None = None) -> list[str]: ...
 
-    def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path: ...
+    def write(
+        self, model: Path, path: Path, port: int = 8000, recipe: str | None = None
+    ) -> Path: ...
 
 
 # Another runtime is one row here and a file of recipes. Sources of the parsers' names: vLLM's documentation, "Tool Calling", and
 # SGLang's, "Tool Parser", both read on 2026-11-23.
 RECIPE_RUNTIMES = (
-    RecipeRuntime("vllm", "vLLM", ("vllm", "serve"), {"hermes": "hermes", "llama_json": "llama3_json"}),
+    RecipeRuntime(
+        "vllm", "vLLM", ("vllm", "serve"), {"hermes": "hermes", "llama_json": "llama3_json"}
+    ),
     RecipeRuntime("sglang", "SGLang", (), {"hermes": "qwen25", "llama_json": "llama3"}),
 )
 RUNTIMES: dict[str, Runtime] = {r.name: r for r in (LlamaCpp(), *RECIPE_RUNTIMES)}
@@ -332,15 +371,21 @@ def start(
     """
     if timeout_s is not None:
         options["timeout_s"] = timeout_s
-    return find_runtime(runtime).start(Path(model_path), port=port, log=log, progress=progress, **options)
+    return find_runtime(runtime).start(
+        Path(model_path), port=port, log=log, progress=progress, **options
+    )
 
 
-def command(model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int = 8000, **options: object) -> str:
+def command(
+    model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int = 8000, **options: object
+) -> str:
     """Return the shell command that serves this model."""
     return find_runtime(runtime).command(Path(model_path), port=port, **options)
 
 
-def check(model_path: str | os.PathLike, runtime: str = "llama.cpp", recipe: str | None = None) -> list[str]:
+def check(
+    model_path: str | os.PathLike, runtime: str = "llama.cpp", recipe: str | None = None
+) -> list[str]:
     """Check a model for one runtime; a model folder is audited, which reads every tensor. Returns notes for the user.
 
     recipe: its name; None: the newest. llama.cpp has none.
@@ -365,5 +410,7 @@ def find_runtime(name: str) -> Runtime:
     """Return a runtime; "llama_cpp" is llama.cpp too. Raises UsageError for an unknown one, with the names there are."""
     runtime = RUNTIMES.get(name.replace("_", "."))
     if runtime is None:
-        raise UsageError(f"there is no runtime called {name!r}", f"choose one of: {', '.join(sorted(RUNTIMES))}")
+        raise UsageError(
+            f"there is no runtime called {name!r}", f"choose one of: {', '.join(sorted(RUNTIMES))}"
+        )
     return runtime

@@ -47,7 +47,9 @@ def main() -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # the default again in the server, as for every caught signal
+        signal.signal(
+            number, lambda *_: None
+        )  # the default again in the server, as for every caught signal
     child = start(command, process_control)
     os.write(status_fd, b"%d\n" % child)
     os.close(status_fd)

@@ -49,7 +49,9 @@ def register() -> None:
         line = f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
         vllm_layers.log_once(LOGGER, logging.WARNING, line)
         return
-    if not vllm_layers.switched_on(EXPERTS_SWITCH):  # until a trained mixture's answers and TPOT are measured
+    if not vllm_layers.switched_on(
+        EXPERTS_SWITCH
+    ):  # until a trained mixture's answers and TPOT are measured
         return
     try:
         vllm_layers.install(LOGGER)
@@ -84,12 +86,17 @@ def _replace_marlin() -> None:
         return
     ours = kernel(marlin)
     # All names are read before the first change, so that a vLLM with others is not half changed.
-    table, by_backend = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], linear._LINEAR_BACKEND_KERNEL_MAP["marlin"]
+    table, by_backend = (
+        linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA],
+        linear._LINEAR_BACKEND_KERNEL_MAP["marlin"],
+    )
     place = table.index(marlin)
     extend_compile_key(VllmConfig, compile_key)
     table.insert(place, ours)
     by_backend.add(ours)
-    vllm_layers.replace_everywhere(MARLIN, marlin, ours, but=marlin.__module__)  # formats pin Marlin by name
+    vllm_layers.replace_everywhere(
+        MARLIN, marlin, ours, but=marlin.__module__
+    )  # formats pin Marlin by name
 
 
 def compile_key() -> str:
@@ -106,18 +113,25 @@ def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
         """NVFP4 weights times bf16 or fp16 activations by annie_quant's kernels; Marlin for layers that they do not take."""
 
         def process_weights_after_loading(self, layer: LoadedLinear) -> None:
-            name = getattr(layer, "prefix", "") or f"{type(layer).__name__} {list(layer.weight.shape)}"
+            name = (
+                getattr(layer, "prefix", "") or f"{type(layer).__name__} {list(layer.weight.shape)}"
+            )
             _on_marlin.pop(name, None)
             layer.annie_scale = None
             reason = vllm_layers.take_linear(layer, LOGGER)
             if reason:
                 _on_marlin[name] = reason
                 vllm_layers.log_once(
-                    LOGGER, logging.WARNING, f"linears stay on Marlin, the first is {name}: {reason}", reason
+                    LOGGER,
+                    logging.WARNING,
+                    f"linears stay on Marlin, the first is {name}: {reason}",
+                    reason,
                 )
                 marlin.process_weights_after_loading(self, layer)
 
-        def apply_weights(self, layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(
+            self, layer: LoadedLinear, x: Tensor, bias: Tensor | None = None
+        ) -> Tensor:
             if layer.annie_scale is None:
                 return marlin.apply_weights(self, layer, x, bias)
             return vllm_layers.product(layer, x, bias)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 VllmObject = Any  # a layer, a class or a setting of vLLM, whose types cannot be imported here
 
-_checked: dict[tuple[object, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
+_checked: dict[
+    tuple[object, ...], str
+] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
 _logged: set[str] = set()
 
 
@@ -68,7 +70,13 @@ def refused(key: tuple[object, ...], dtype: torch.dtype) -> str:
     return _checked.get(key, "")
 
 
-def checked(key: tuple[object, ...], worst: Callable[[], float], what: str, device: torch.device, logger: str) -> str:
+def checked(
+    key: tuple[object, ...],
+    worst: Callable[[], float],
+    what: str,
+    device: torch.device,
+    logger: str,
+) -> str:
     """Return why a kernel is not used for layers of this key: "" if its product is right. Checks the first layer of a key.
 
     worst: compute the largest error in units of its bound.  what: the layers, for the log
@@ -78,7 +86,11 @@ def checked(key: tuple[object, ...], worst: Callable[[], float], what: str, devi
     if key not in _checked:
         error = worst()
         agrees = error <= 1
-        _checked[key] = "" if agrees else f"its product is wrong on this device, {error:.3g} times the error bound"
+        _checked[key] = (
+            ""
+            if agrees
+            else f"its product is wrong on this device, {error:.3g} times the error bound"
+        )
         if agrees:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
             line = f"{what} run on this package's W4A16 kernel, which was checked on {name}"
@@ -123,7 +135,9 @@ def product(layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tenso
     """Return the product of x with a layer that `take` repacked, plus the bias. Its output_size_per_partition is N."""
     import torch
 
-    y = torch.ops.annie_quant.nvfp4_linear(x, layer.weight, layer.annie_scale, layer.output_size_per_partition)
+    y = torch.ops.annie_quant.nvfp4_linear(
+        x, layer.weight, layer.annie_scale, layer.output_size_per_partition
+    )
     return y if bias is None else y + bias
 
 
@@ -155,12 +169,16 @@ def install(logger: str) -> None:
 
     ours = experts_class(MarlinExperts)
     stand_for(MarlinExperts, [ours], lambda convert: converter(convert, ours, logger))
-    if hasattr(nvfp4, "prioritize_humming"):  # from 0.32 on, Humming is before Marlin, and so before ours, on Hopper
+    if hasattr(
+        nvfp4, "prioritize_humming"
+    ):  # from 0.32 on, Humming is before Marlin, and so before ours, on Hopper
         nvfp4.prioritize_humming = list
 
 
 def stand_for(
-    marlin: type[VllmObject], ours: list[type[VllmObject]], converter: Callable[[VllmObject], VllmObject]
+    marlin: type[VllmObject],
+    ours: list[type[VllmObject]],
+    converter: Callable[[VllmObject], VllmObject],
 ) -> None:
     """Replace Marlin's classes and its conversion of loaded weights by ours, made from vLLM's. Later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
@@ -181,14 +199,22 @@ def stand_for(
 def replace_everywhere(name: str, old: object, new: object, *, but: str = "") -> None:
     """Replace a name in those of vLLM's modules that imported it, and in the one that defines it unless it is `but`."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("vllm.model_executor.") and vars(module).get(name) is old and module_name != but:
+        if (
+            module_name.startswith("vllm.model_executor.")
+            and vars(module).get(name) is old
+            and module_name != but
+        ):
             setattr(module, name, new)
 
 
-def converter(convert: Callable[..., VllmObject], ours: type[VllmObject], logger: str) -> Callable[..., VllmObject]:
+def converter(
+    convert: Callable[..., VllmObject], ours: type[VllmObject], logger: str
+) -> Callable[..., VllmObject]:
     """Return vLLM's conversion of a layer's loaded weights, which repacks for our class where that was chosen."""
 
-    def convert_or_take(nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject) -> VllmObject:
+    def convert_or_take(
+        nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject
+    ) -> VllmObject:
         layer.annie_width = None
         if getattr(getattr(layer, "quant_method", None), "experts_cls", None) is ours:
             name = getattr(layer, "layer_name", "") or f"experts {list(tensors['w13'].shape)}"
@@ -207,7 +233,11 @@ def converter(convert: Callable[..., VllmObject], ours: type[VllmObject], logger
 def unsupported(layer: VllmObject, is_act_and_mul: bool) -> str:
     """Return why our class cannot compute a layer, "" if it can."""
     config = layer.moe_config
-    if not is_act_and_mul or layer.activation.name != "SILU" or getattr(layer, "swiglu_limit", None) is not None:
+    if (
+        not is_act_and_mul
+        or layer.activation.name != "SILU"
+        or getattr(layer, "swiglu_limit", None) is not None
+    ):
         return "its activation is not SiLU times up"
     if layer.apply_router_weight_on_input:
         return "the router's weights are applied to the input"
@@ -216,7 +246,9 @@ def unsupported(layer: VllmObject, is_act_and_mul: bool) -> str:
     return "experts are moved between GPUs (EPLB)" if config.moe_parallel_config.enable_eplb else ""
 
 
-def take_experts(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> Converted | str:
+def take_experts(
+    layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str
+) -> Converted | str:
     """Repack both weights of a layer for our kernel. Returns them, or why they stay as they are.
 
     tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
@@ -231,18 +263,34 @@ def take_experts(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: s
     try:
         grouped.register()
         # codes, block scales, tensor scales, and the pairs that read a row
-        loaded = [(w, tensors[f"{n}_scale"].data, tensors[f"{n}_scale_2"].data) for n, w in (("w13", w13), ("w2", w2))]
+        loaded = [
+            (w, tensors[f"{n}_scale"].data, tensors[f"{n}_scale_2"].data)
+            for n, w in (("w13", w13), ("w2", w2))
+        ]
         first, second = (grouped.prepare_experts(*parts) for parts in loaded)
         several = min(len(w13), int(layer.top_k))
-        check = partial(oracle.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13)))
-        errors = lambda: max(check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1))  # noqa: E731
+        check = partial(
+            oracle.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13))
+        )
+        errors = lambda: max(  # noqa: E731
+            check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1)
+        )
         if reason := checked(key, errors, "NVFP4 experts", w13.device, logger):
             return reason
     except Exception as error:
         return in_one_line(error)
     layer.annie_width = w2.shape[2] * 2
     nothing = loaded[0][1].new_empty(len(w13), 0)  # block scales are part of the repacked weights
-    return Converted(first.packed, nothing, first.scales, None, second.packed, nothing.clone(), second.scales, None)
+    return Converted(
+        first.packed,
+        nothing,
+        first.scales,
+        None,
+        second.packed,
+        nothing.clone(),
+        second.scales,
+        None,
+    )
 
 
 def align(
@@ -318,13 +366,19 @@ def compute_experts(
 
     (tokens, hidden), top_k = hidden_states.shape, topk_ids.shape[1]
     pairs = tokens * top_k
-    tile = grouped.plan_tokens(pairs, w1.shape[0], top_k, 2 * width, hidden, hidden_states.device.index)
+    tile = grouped.plan_tokens(
+        pairs, w1.shape[0], top_k, 2 * width, hidden, hidden_states.device.index
+    )
     aligned = align(topk_ids, tile, experts=global_num_experts, expert_map=expert_map)
     # The workspaces that vLLM's class for Marlin requests. The output may share workspace13, which the last step does not read.
-    gate_up, of_experts = (workspace2.flatten()[: pairs * n].view(pairs, n) for n in (2 * width, hidden))
+    gate_up, of_experts = (
+        workspace2.flatten()[: pairs * n].view(pairs, n) for n in (2 * width, hidden)
+    )
     inner = workspace13.flatten()[: pairs * width].view(pairs, width)
     multiply = torch.ops.annie_quant.nvfp4_experts_out
     multiply(gate_up, hidden_states, w1, experts.g1_alphas, *aligned, top_k, tile)
     experts.activation(activation, inner, gate_up)
     multiply(of_experts, inner, w2, experts.g2_alphas, *aligned, 1, tile)
-    moe_fused_mul_sum(of_experts.view(tokens, top_k, hidden), topk_weights, output, topk_ids, expert_map)
+    moe_fused_mul_sum(
+        of_experts.view(tokens, top_k, hidden), topk_weights, output, topk_ids, expert_map
+    )

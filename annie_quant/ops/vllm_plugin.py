@@ -30,7 +30,9 @@ REPORT_SWITCH = "ANNIE_QUANT_VLLM_REPORT"
 LOGGER = "vllm.annie_quant"
 
 
-def multiply(x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float, input_scale: float) -> Tensor:
+def multiply(
+    x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float, input_scale: float
+) -> Tensor:
     """Multiply x [..., K] by the transpose of packed weights [N, K]. Returns [..., N] in x's dtype.
 
     Both sides are exact, sums are float32, and each sum is rounded once, for any number of rows: the arithmetic of CUTLASS's and
@@ -51,7 +53,10 @@ def multiply(x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float,
     else:
         step = max(1, linears.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]
-        parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
+        parts = (
+            codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype)
+            for s in spans
+        )
         y = torch.cat([rows @ part.t() for part in parts], -1)
     return y.reshape(*x.shape[:-1], n).to(x.dtype)
 
@@ -81,7 +86,10 @@ def register() -> None:
         linear._LINEAR_BACKEND_KERNEL_MAP["marlin"].add(w4a16)
     try:
         install_experts()
-    except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
         vllm_layers.log_once(LOGGER, logging.WARNING, line)
 
@@ -108,7 +116,11 @@ def kernels() -> tuple[type, type]:
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
             from vllm.platforms import current_platform
 
-            return (True, None) if current_platform.is_cpu() else (False, "annie_quant's kernel is for CPUs")
+            return (
+                (True, None)
+                if current_platform.is_cpu()
+                else (False, "annie_quant's kernel is for CPUs")
+            )
 
         @classmethod
         def can_implement(cls, config: object) -> tuple[bool, str | None]:
@@ -149,13 +161,19 @@ def _linear_operator() -> None:
 
 
 def _define(
-    name: str, function: Callable[..., object], schema: str, fake: Callable[..., object], writes: tuple[str, ...] = ()
+    name: str,
+    function: Callable[..., object],
+    schema: str,
+    fake: Callable[..., object],
+    writes: tuple[str, ...] = (),
 ) -> None:
     """Define torch.ops.annie_quant.NAME unless it is there."""
     import torch
 
     if not hasattr(torch.ops.annie_quant, name):
-        operator = torch.library.custom_op(f"annie_quant::{name}", function, mutates_args=writes, schema=schema)
+        operator = torch.library.custom_op(
+            f"annie_quant::{name}", function, mutates_args=writes, schema=schema
+        )
         operator.register_fake(fake)
 
 
@@ -169,7 +187,9 @@ def install_experts() -> None:
     ours = experts_classes()
 
     def converter(convert: VllmObject) -> VllmObject:
-        def convert_or_keep(nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject) -> VllmObject:
+        def convert_or_keep(
+            nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject
+        ) -> VllmObject:
             if getattr(getattr(layer, "quant_method", None), "experts_cls", None) not in ours:
                 return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
             return vllm_layers.Converted(*(tensors[name] for name in vllm_layers.Converted._fields))
@@ -183,7 +203,10 @@ def experts_classes() -> list[type[VllmObject]]:
     """Return the classes for W4A4 and W4A16, of which vLLM takes the one that fits a checkpoint."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kNvfp4Dynamic,
+        kNvfp4Static,
+    )
     from vllm.platforms import current_platform
 
     class AnnieNvFp4Experts(modular_kernel.FusedMoEExpertsModular):
@@ -254,9 +277,19 @@ def experts_classes() -> list[type[VllmObject]]:
 
             chosen = topk_ids if expert_map is None else expert_map[topk_ids.long()]
             torch.ops.annie_quant.vllm_nvfp4_experts(
-                output, hidden_states, topk_weights, chosen, w1, self.w1_scale, self.g1_alphas, self.input_scales[0],
-                w2, self.w2_scale, self.g2_alphas, self.input_scales[1],
-            )  # fmt: skip
+                output,
+                hidden_states,
+                topk_weights,
+                chosen,
+                w1,
+                self.w1_scale,
+                self.g1_alphas,
+                self.input_scales[0],
+                w2,
+                self.w2_scale,
+                self.g2_alphas,
+                self.input_scales[1],
+            )
 
     class AnnieNvFp4W4A16Experts(AnnieNvFp4Experts):
         """Unrounded activations, as Marlin does."""
@@ -292,7 +325,9 @@ def compute(
         if e < 0:
             continue
         rows, place = torch.where(chosen == e)
-        both = multiply(x[rows], codes[e], block_scale[e], float(tensor_scales[e]), float(input_scales[e]))
+        both = multiply(
+            x[rows], codes[e], block_scale[e], float(tensor_scales[e]), float(input_scales[e])
+        )
         gate, up = both.chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * up
         scales = float(down_tensor_scales[e]), float(down_input_scales[e])

@@ -39,15 +39,25 @@ KINDS = 5
 PADDING = -1
 TokenWeights = Mapping[int, float]  # kind → how much a position's activations count
 # What the model is to answer, and nothing else.
-RESPONSE: TokenWeights = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
+RESPONSE: TokenWeights = {
+    PROMPT: 0.0,
+    CONTENT: 1.0,
+    TOOL_MARKUP: 1.0,
+    THINKING: 1.0,
+    END_OF_TURN: 1.0,
+}
 # A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
 MANNERS_RESPONSE: TokenWeights = {**RESPONSE, TOOL_MARKUP: 8.0, END_OF_TURN: 8.0}
 MAX_TOKENS = 2048
 BATCH_TOKENS = 16384
 GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
 SHARED_TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
-SPLIT_COST = 4 * GROUP_COST  # tokens: cost of one more pass over shared tokens, which also divides what follows them
-MIN_SAVED = GROUP_COST // 2  # positions; where fewer are saved, each row that follows computes the shared tokens again
+SPLIT_COST = (
+    4 * GROUP_COST
+)  # tokens: cost of one more pass over shared tokens, which also divides what follows them
+MIN_SAVED = (
+    GROUP_COST // 2
+)  # positions; where fewer are saved, each row that follows computes the shared tokens again
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,11 @@ def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[Calibration
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
     template = Template(model)
     samples = []
-    scored_rows = ((i, scored) for i, row in enumerate(rows) for scored in conversation_answers(template, [row]))
+    scored_rows = (
+        (i, scored)
+        for i, row in enumerate(rows)
+        for scored in conversation_answers(template, [row])
+    )
     for row, scored in scored_rows:
         ids = (*scored.prompt, *scored.target[:-1])
         if len(ids) > MAX_TOKENS:
@@ -117,16 +131,17 @@ def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[Calibration
         samples.append(CalibrationSample(scored.category, ids, kinds, scored.target, decides, row))
     if not samples:
         ends = ", ".join(map(repr, template.tokenizer.convert_ids_to_tokens(template.end_tokens)))
-        message = (
-            f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens and ends with {ends}"
-        )
+        message = f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens and ends with {ends}"
         raise UsageError(
-            message, "annie-quant data; if answers end otherwise, eos_token_id in generation_config.json is wrong"
+            message,
+            "annie-quant data; if answers end otherwise, eos_token_id in generation_config.json is wrong",
         )
     return samples
 
 
-def make_batches(samples: Sequence[CalibrationSample], tokens: int = BATCH_TOKENS) -> list[TokenBatch]:
+def make_batches(
+    samples: Sequence[CalibrationSample], tokens: int = BATCH_TOKENS
+) -> list[TokenBatch]:
     """Return batches of samples of similar length, at most `tokens` positions per batch."""
     batches: list[TokenBatch] = []
     waiting: list[CalibrationSample] = []
@@ -141,7 +156,10 @@ def make_batches(samples: Sequence[CalibrationSample], tokens: int = BATCH_TOKEN
 def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     """Return samples as one batch, padded on the right to the longest."""
     width = max(len(s.ids) for s in samples)
-    ids, kinds = np.zeros((len(samples), width), np.int64), np.full((len(samples), width), PADDING, np.int64)
+    ids, kinds = (
+        np.zeros((len(samples), width), np.int64),
+        np.full((len(samples), width), PADDING, np.int64),
+    )
     for i, sample in enumerate(samples):
         ids[i] = np.resize(sample.ids, width)
         kinds[i, : len(sample.kinds)] = sample.kinds
@@ -187,7 +205,10 @@ class SharedText:
 
     def encode(self, counts: np.ndarray) -> np.ndarray:
         """Return the codes [T] of counts [T, KINDS]."""
-        return np.array([self.codes.setdefault(tuple(map(int, row)), len(self.codes)) for row in counts], np.int64)
+        return np.array(
+            [self.codes.setdefault(tuple(map(int, row)), len(self.codes)) for row in counts],
+            np.int64,
+        )
 
 
 def can_share(folder: ModelFolder) -> bool:
@@ -200,7 +221,9 @@ def can_share(folder: ModelFolder) -> bool:
     return device_kind() == "cpu" and types <= {"full_attention", "linear_attention"}
 
 
-def arrange(samples: Sequence[CalibrationSample], tokens: int = SHARED_TOKENS, share: bool = True) -> SharedText:
+def arrange(
+    samples: Sequence[CalibrationSample], tokens: int = SHARED_TOKENS, share: bool = True
+) -> SharedText:
     """Return the samples as batches of at most `tokens` positions, or of one row.
 
     share: False gives batches of whole samples.
@@ -268,9 +291,14 @@ def branches(sequences: Sequence[TokenSequence], begin: int) -> list[Branch]:
 
 def add(text: SharedText, continued: Sequence[Continued], start: int | None, tokens: int) -> None:
     """Add branches as batches, and what follows them. start: the batch that they continue, if any."""
-    whole, shared = [(r, b) for r, b in continued if not b.children], [(r, b) for r, b in continued if b.children]
+    whole, shared = (
+        [(r, b) for r, b in continued if not b.children],
+        [(r, b) for r, b in continued if b.children],
+    )
     least = MIN_SAVED
-    while shared and (any(b.saved < least for _, b in shared) or sum(b.saved for _, b in shared) < GROUP_COST):
+    while shared and (
+        any(b.saved < least for _, b in shared) or sum(b.saved for _, b in shared) < GROUP_COST
+    ):
         if all(b.saved >= least for _, b in shared):
             least = GROUP_COST  # together they save too little: what follows the shorter ones may save more
         parts = [(r, c) for r, b in shared for c in (b.without() if b.saved < least else [b])]
@@ -321,4 +349,6 @@ def batch_of(text: SharedText, rows: Sequence[Continued], start: int | None) -> 
         kinds[i, : last - first] = text.encode(np.asarray(counts))
     if start is None:
         return TokenBatch(ids, kinds)
-    return TokenBatch(ids, kinds, start, np.array([row for row, _ in rows]), np.array([b.begin for _, b in rows]))
+    return TokenBatch(
+        ids, kinds, start, np.array([row for row, _ in rows]), np.array([b.begin for _, b in rows])
+    )

@@ -51,7 +51,11 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         separate(student, family)
     student.requires_grad_(False)
     tops = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
-    insert(student, family.largest_of_group(tops), {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {})
+    insert(
+        student,
+        family.largest_of_group(tops),
+        {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {},
+    )
     checkpoints = job.work_folder() / "trainer"
     trainer = Distillation(
         teacher,
@@ -61,14 +65,21 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         train_dataset=text.read_samples(job),
         data_collator=collate,
     )
-    saved = transformers.trainer_utils.get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    saved = (
+        transformers.trainer_utils.get_last_checkpoint(str(checkpoints))
+        if checkpoints.is_dir()
+        else None
+    )
     if saved:
         progress.message(f"resuming from {Path(saved).name}")
     trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
     plan = QuantizationPlan(formats, inputs, tokens=tokens)
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
-        plan.weights = {f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy() for m, n in names.items()}
+        plan.weights = {
+            f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy()
+            for m, n in names.items()
+        }
         plan.tensor_amax = {n: float(state[f"{m}.weight_amax"]) for m, n in names.items()}
     return plan
 
@@ -88,19 +99,29 @@ class FakeLinear(nn.Linear):
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight.requires_grad_(True), linear.bias
         device = linear.weight.device
-        new.register_buffer("weight_amax", torch.tensor(weight_amax, dtype=torch.float32, device=device))
-        new.register_buffer("input_amax", torch.tensor(input_amax, dtype=torch.float32, device=device))
+        new.register_buffer(
+            "weight_amax", torch.tensor(weight_amax, dtype=torch.float32, device=device)
+        )
+        new.register_buffer(
+            "input_amax", torch.tensor(input_amax, dtype=torch.float32, device=device)
+        )
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = codec.round_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
+            rounded = codec.round_weight(
+                self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4
+            )
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
-        return nn.functional.linear(codec.fake_quant(x, top / LARGEST_NVFP4) if top else x, weight, self.bias)
+        return nn.functional.linear(
+            codec.fake_quant(x, top / LARGEST_NVFP4) if top else x, weight, self.bias
+        )
 
 
-def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:
+def insert(
+    model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]
+) -> None:
     """Replace the linears that weight_amax names by FakeLinear. Names are those of the model."""
     for name, top in weight_amax.items():
         parent, _, leaf = name.rpartition(".")
@@ -115,14 +136,18 @@ class Distillation(Trainer):
         super().__init__(**more)
         self.remove_callback(PrinterCallback)
         self.teacher, self.progress = teacher.eval().requires_grad_(False), progress
-        self.table = torch.tensor([text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)])
+        self.table = torch.tensor(
+            [text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)]
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Report the loss."""
         super().log(logs, start_time)
         if "loss" in logs:
             done, steps = self.state.global_step, self.state.max_steps
-            self.progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
+            self.progress.update(
+                done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}"
+            )
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *args: object, **kwargs: object

@@ -58,13 +58,21 @@ class Rates:
 
 # The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
 SPARK = Rates(
-    91e12, 20e12, 5e11, decode_speed.DEVICES["gb10"].read_bytes_s, 12e9, 119e9,
+    91e12,
+    20e12,
+    5e11,
+    decode_speed.DEVICES["gb10"].read_bytes_s,
+    12e9,
+    119e9,
     "DGX Spark: 91 bf16 TFLOP/s and 232 GB/s measured; 119 GB free, 20 float32 TFLOP/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
-)  # fmt: skip
+)
 # Shares of the matmul rate, measured on a CPU (SmolLM2-135M) and consistent with an H200 (Qwen2.5-Coder-0.5B and 1.5B).
 FORWARD_SHARE = 0.6
 HESSIAN_SHARE = 0.9
-FACTOR_SHARE = {True: 0.45, False: 0.01}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
+FACTOR_SHARE = {
+    True: 0.45,
+    False: 0.01,
+}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
 COLUMNS_SHARE = 0.75
 PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
 HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq.Sampling)
@@ -73,7 +81,9 @@ ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
 DISK = 1e9  # bytes per second, assumed
 CHARACTERS = 6  # of a conversation's JSON per token
-HIDDEN_COPIES = 3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
+HIDDEN_COPIES = (
+    3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
+)
 BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
 BATCH_TOKENS = 4096
 
@@ -110,14 +120,21 @@ class Estimate:
         """Return the estimate as text."""
         parts = " + ".join(f"{name} {_time(s)}" for name, s in self.seconds.items() if s >= 0.5)
         how = "one layer at a time" if self.layerwise else "the whole model in memory"
-        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy)
-        fits = "fits" if self.fits else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
+        smaller = ", ".join(
+            s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy
+        )
+        fits = (
+            "fits"
+            if self.fits
+            else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
+        )
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
             f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
             f"  decode  {decode_speed.describe(self.speed)}",
             f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
-            f"  time    about {_time(sum(self.seconds.values()))}" + (f" ({parts})" if parts else ""),
+            f"  time    about {_time(sum(self.seconds.values()))}"
+            + (f" ({parts})" if parts else ""),
             f"  rates   {self.rates.description}",
         ]
 
@@ -157,15 +174,28 @@ def estimate(
         conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
     width = 4 if in_float32(2 * weights, rates.on_cpu) else 2  # bytes of a number
     if layerwise:
-        layer = (cost.bytes_per_layer_weight + width - 2) * (body - counts.get("head", 0)) / max(1, size.layers)
-        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * width if cost.passes else 0)
+        layer = (
+            (cost.bytes_per_layer_weight + width - 2)
+            * (body - counts.get("head", 0))
+            / max(1, size.layers)
+        )
+        peak = BASE_BYTES + (
+            layer + HIDDEN_COPIES * text * size.hidden_size * width if cost.passes else 0
+        )
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
-        inputs = (width * text * n for n in (size.hidden_size, size.intermediate_size))  # of a block's last linear
+        inputs = (
+            width * text * n for n in (size.hidden_size, size.intermediate_size)
+        )  # of a block's last linear
         peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
-        logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size
+        logits = (
+            4
+            * min(text, BATCH_TOKENS)
+            * max(counts["head"], counts["embedding"])
+            / size.hidden_size
+        )
         peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
     rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
     if whole:
@@ -182,14 +212,25 @@ def estimate(
     if not published:
         shards = ModelFolder(model)
         read = decode_speed.token_bytes(shards, strategy_read_bytes(shards, part))
-    return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights,
-                    decode_speed.speed_of(read, device), round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
+    return Estimate(
+        part.name,
+        size.label,
+        weights,
+        round(size_bytes),
+        8 * size_bytes / weights,
+        decode_speed.speed_of(read, device),
+        round(peak),
+        layerwise and not whole,
+        seconds,
+        rates,
+    )
 
 
 def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:
     """Return the bytes of weights per token of a model that a strategy has quantized, by its formats."""
     return bytes_per_token(
-        folder, lambda name: folder.info(name).elements * strategy.bits(folder.family.kind_of(name)) / 8
+        folder,
+        lambda name: folder.info(name).elements * strategy.bits(folder.family.kind_of(name)) / 8,
     )
 
 
@@ -210,20 +251,39 @@ def calibration_seconds(
     cost: Cost, size: ModelSize, rates: Rates, conversations: int, text: int, rounded: int
 ) -> dict[str, float]:
     """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
-    hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
+    hidden, width, layers, mlp = (
+        size.hidden_size,
+        size.intermediate_size,
+        size.layers,
+        size.counts.get("mlp", 0),
+    )
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
-    rate = rates.float32_flop_s if in_float32(2 * sum(size.counts.values()), rates.on_cpu) else rates.flop_s
+    rate = (
+        rates.float32_flop_s
+        if in_float32(2 * sum(size.counts.values()), rates.on_cpu)
+        else rates.flop_s
+    )
     tokens, rounds = cost.passes * text, 1
     if cost.recipes and rates.on_cpu:  # trials have few tokens there, and rounding counts
         from annie_quant.quantize import mixed_formats, recipe_choice
 
-        trials, judged = mixed_formats.BANDS * min(text, mixed_formats.POSITIONS), recipe_choice.POSITIONS["cpu"]
-        tokens, rounds = trials + cost.recipes * (text + 2 * min(text, judged)) + text, cost.recipes + 1
-    activations = 4 * tokens * layers * (20 * hidden + 6 * width)  # bytes that norms, attention, gates read and write
+        trials, judged = (
+            mixed_formats.BANDS * min(text, mixed_formats.POSITIONS),
+            recipe_choice.POSITIONS["cpu"],
+        )
+        tokens, rounds = (
+            trials + cost.recipes * (text + 2 * min(text, judged)) + text,
+            cost.recipes + 1,
+        )
+    activations = (
+        4 * tokens * layers * (20 * hidden + 6 * width)
+    )  # bytes that norms, attention, gates read and write
     batches = cost.passes + tokens / BATCH_TOKENS
     seconds = {
         "start": START_S[rates.on_cpu] + ROW_S * conversations,
-        "text": 2 * body * tokens / (rate * FORWARD_SHARE) + activations / rates.copy + layers * batches * BATCH_S,
+        "text": 2 * body * tokens / (rate * FORWARD_SHARE)
+        + activations / rates.copy
+        + layers * batches * BATCH_S,
     }
     if cost.column_feedback:
         groups = layers * (3 * hidden**2 + width**2)
@@ -231,7 +291,12 @@ def calibration_seconds(
         cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
         columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
         seconds |= {
-            "Hessians": rounds * 2 * HESSIAN_TOKENS * text * groups / (rates.float32_flop_s * HESSIAN_SHARE),
+            "Hessians": rounds
+            * 2
+            * HESSIAN_TOKENS
+            * text
+            * groups
+            / (rates.float32_flop_s * HESSIAN_SHARE),
             "factors": rounds * 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
             "columns": rounds * columns / (rates.cpu_flop_s * COLUMNS_SHARE),
         }
@@ -262,7 +327,11 @@ def size_of_folder(folder: Path) -> ModelSize:
             f"{folder}/config.json has no num_hidden_layers and hidden_size, so nothing can be estimated",
             "quantize it without --dry-run",
         )
-    width = config.get("intermediate_size") or (config.get(experts.width) if experts else None) or hidden
+    width = (
+        config.get("intermediate_size")
+        or (config.get(experts.width) if experts else None)
+        or hidden
+    )
     return ModelSize(folder.name, counts, layers, hidden, width)
 
 
@@ -273,7 +342,11 @@ def measure() -> Rates:
     import psutil
     import torch
 
-    threads, device, memory = torch.get_num_threads(), "cpu", float(psutil.virtual_memory().available)
+    threads, device, memory = (
+        torch.get_num_threads(),
+        "cpu",
+        float(psutil.virtual_memory().available),
+    )
     if torch.cuda.is_available():
         device, host, memory = "cuda", memory, float(torch.cuda.mem_get_info()[0])
         # Where GPU and CPU share one memory (a Spark) the driver's number leaves out the page cache, which can be freed.
@@ -284,7 +357,11 @@ def measure() -> Rates:
         a = torch.randn(size, size, device=device, dtype=dtype)
         return 2 * size**3 / fastest(lambda: a @ a, device)
 
-    w = np.random.default_rng(0).standard_normal((1024, 2048), np.float32).astype(ml_dtypes.bfloat16)
+    w = (
+        np.random.default_rng(0)
+        .standard_normal((1024, 2048), np.float32)
+        .astype(ml_dtypes.bfloat16)
+    )
     source = torch.zeros(1 << 24, device=device)
     target = torch.ones_like(source)
     torch.set_num_threads(1)

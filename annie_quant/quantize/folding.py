@@ -32,7 +32,9 @@ SAMPLED_TOKENS = 512  # of prompts, and as many of responses, on which a scale i
 # Least mean input of a column, relative to the mean of all. Weaker columns are 0 for most tokens, and as outliers they would harm
 # the others.
 WEAKEST = 0.01
-MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
+MAX_CHANGE = (
+    1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
+)
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # types to which a folded norm is rounded
 MAX_ROUNDING = 1.25  # an element is not scaled where rounding the norm changes its scale by more than this factor
 
@@ -98,7 +100,10 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> QuantizationPlan:
     """
     folder, family = layer.model.folder, layer.model.folder.family
     kinds = [b.kinds for b in layer.model.batches]
-    totals = (sum(int((k == PROMPT).sum()) for k in kinds), sum(int((k > PROMPT).sum()) for k in kinds))
+    totals = (
+        sum(int((k == PROMPT).sum()) for k in kinds),
+        sum(int((k > PROMPT).sum()) for k in kinds),
+    )
     samplers = {
         group[0]: InputSampler(f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
         for group in layer.groups()
@@ -121,8 +126,12 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> QuantizationPlan:
     if scales:
         verify(layer, state, before, after)
     result = QuantizationPlan({})
-    result.weights = {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
-    result.tokens = {f"{layer.name}.{first}": observer.tokens for first, observer in observers.items()}
+    result.weights = {
+        f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]
+    }
+    result.tokens = {
+        f"{layer.name}.{first}": observer.tokens for first, observer in observers.items()
+    }
     for group in layer.groups():
         if sampler := samplers.get(group[0]):
             top = sampler.amax(scales.get(group[0]))
@@ -163,7 +172,10 @@ def search_scale(
 
 
 def verify(
-    layer: DecoderLayer, state: torch.Tensor, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    layer: DecoderLayer,
+    state: torch.Tensor,
+    before: dict[str, torch.Tensor],
+    after: dict[str, torch.Tensor],
 ) -> None:
     """Check that the folded layer's outputs for hidden states, in float32, are those of the source's layer."""
     module, model = layer.module, layer.model
@@ -171,9 +183,13 @@ def verify(
         module.load_state_dict(before, assign=True)
         expected = model.forward(module, state)
         module.load_state_dict(after, assign=True)
-        difference = float((model.forward(module, state) - expected).abs().max() / expected.abs().max())
+        difference = float(
+            (model.forward(module, state) - expected).abs().max() / expected.abs().max()
+        )
     if not difference <= MAX_CHANGE:
-        raise CheckpointError(f"{layer.name}: folding changes its outputs by {difference:.2g}", "report this")
+        raise CheckpointError(
+            f"{layer.name}: folding changes its outputs by {difference:.2g}", "report this"
+        )
 
 
 def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -> torch.Tensor:
@@ -182,7 +198,11 @@ def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -
 
 
 def fold(
-    weights: dict[str, torch.Tensor], family: Family, site: LinearInput, s: torch.Tensor, stored: torch.dtype | None
+    weights: dict[str, torch.Tensor],
+    family: Family,
+    site: LinearInput,
+    s: torch.Tensor,
+    stored: torch.dtype | None,
 ) -> torch.Tensor:
     """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
 

@@ -12,14 +12,26 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from annie_quant.checkpoint import dialects
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, HEAD, all_linears, covering_pattern, unties, weight_name
+from annie_quant.checkpoint.linears import (
+    FP8_DYNAMIC,
+    HEAD,
+    all_linears,
+    covering_pattern,
+    unties,
+    weight_name,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models import in_layer
 
 NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit activations
 FP8_CHANNEL = "fp8_channel"  # FP8 with a scale per row of the weight; activations are scaled per token while serving
-ALGORITHM = {NVFP4: "NVFP4", W4A16: "W4A16_NVFP4", FP8: "FP8", FP8_CHANNEL: FP8_DYNAMIC}  # ModelOpt's names
+ALGORITHM = {
+    NVFP4: "NVFP4",
+    W4A16: "W4A16_NVFP4",
+    FP8: "FP8",
+    FP8_CHANNEL: FP8_DYNAMIC,
+}  # ModelOpt's names
 QUANTIZED_INPUTS = (NVFP4, FP8)  # with an input scale that is calibrated
 GROUP = 16  # columns per block scale
 # Bits per weight including block scales; the scalars of a linear are counted separately.
@@ -46,12 +58,19 @@ def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
         matched = {m for m in modules if names_module(pattern, m)}
         if not matched:
             parts = {
-                ".".join(m.split(".")[i:j]) for m in modules for i in range(len(m.split("."))) for j in (i + 1, i + 2)
+                ".".join(m.split(".")[i:j])
+                for m in modules
+                for i in range(len(m.split(".")))
+                for j in (i + 1, i + 2)
             }
             close = difflib.get_close_matches(pattern.strip("*."), sorted(parts), n=3, cutoff=0.5)
             raise UsageError(
                 f"--exclude-layers: {pattern!r} matches none of the model's {len(modules)} linear layers",
-                f"did you mean {' or '.join(close)}?" if close else f"a full name is {modules[0]!r}" if modules else "",
+                f"did you mean {' or '.join(close)}?"
+                if close
+                else f"a full name is {modules[0]!r}"
+                if modules
+                else "",
             )
         chosen |= matched
     return chosen
@@ -75,7 +94,8 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
             continue
         if info.dtype not in FLOATS:
             raise CheckpointError(
-                f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}", UNQUANTIZED_HINT
+                f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}",
+                UNQUANTIZED_HINT,
             )
         chosen.append(module)
     uneven = [module for module in chosen if folder.info(f"{module}.weight").shape[1] % GROUP]
@@ -86,7 +106,9 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
             f"add --exclude-layers {','.join(names)}",
         )
     if not chosen:
-        raise CheckpointError(f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it")
+        raise CheckpointError(
+            f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it"
+        )
     return chosen
 
 
@@ -97,13 +119,19 @@ def decoder_linears(folder: ModelFolder) -> list[str]:
 
 def quantized_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Return the size of one linear's tensors in a format."""
-    return int(math.prod(shape) * BITS[kind] / 8) + SCALARS_BYTES[kind] + shape[0] * ROW_BYTES.get(kind, 0)
+    return (
+        int(math.prod(shape) * BITS[kind] / 8)
+        + SCALARS_BYTES[kind]
+        + shape[0] * ROW_BYTES.get(kind, 0)
+    )
 
 
 def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
     """Return the size of the output's tensors. formats: linear → format; all other tensors keep their size."""
     total = (
-        quantized_bytes(folder.info(weight_name(folder, HEAD)).shape, formats[HEAD]) if unties(folder, formats) else 0
+        quantized_bytes(folder.info(weight_name(folder, HEAD)).shape, formats[HEAD])
+        if unties(folder, formats)
+        else 0
     )
     for tensor in folder:
         for name in folder.parts_of(tensor) or [tensor]:
@@ -117,6 +145,7 @@ def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, flo
     experts = folder.family.experts
     share = experts.active_share(folder.text_config) if experts else 1.0
     return {
-        n: folder.info(weight_name(folder, n)).elements * (share if experts and experts.split(n) else 1.0)
+        n: folder.info(weight_name(folder, n)).elements
+        * (share if experts and experts.split(n) else 1.0)
         for n in linears
     }

@@ -19,7 +19,9 @@ from annie_quant.documents import Device, FormatPlan, FrontierPoint
 
 TIE = 1e-9  # sums that differ by less of the limit are equal
 FRONTIER_PICTURE = "frontier.svg"
-MOST_POINTS = 1 << 17  # a front with more keeps the cheapest point of each of as many equal ranges of sizes
+MOST_POINTS = (
+    1 << 17
+)  # a front with more keeps the cheapest point of each of as many equal ranges of sizes
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Limits:
         given = [("gb", self.max_gb), ("loss", self.max_loss)]
         speed = [f"--min-tps {self.min_tps:g}"] if self.min_tps else []
         speed += [f"{self.max_bits:.4g} bits per weight"] if self.max_bits < math.inf else []
-        return ", ".join([*speed, *(f"--max-{name} {value:g}" for name, value in given if value < math.inf)])
+        return ", ".join(
+            [*speed, *(f"--max-{name} {value:g}" for name, value in given if value < math.inf)]
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,9 @@ def front_of(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]])
     return Front(total_size, total_cost, steps)
 
 
-def with_rounded_inputs(harm: Mapping[str, float], weights: Mapping[str, float], allowed: float) -> list[str]:
+def with_rounded_inputs(
+    harm: Mapping[str, float], weights: Mapping[str, float], allowed: float
+) -> list[str]:
     """Return the units with the most weights whose summed harm is at most `allowed`. harm, weights: by unit."""
     front = front_of([[0.0, max(0.0, h)] for h in harm.values()], [[weights[u], 0.0] for u in harm])
     point = front.within_cost(max(0.0, allowed))
@@ -109,10 +115,24 @@ def frontier_lines(plan: FormatPlan) -> list[str]:
     for p in plan.points:
         mark = "=>" if p.taken else "measured" if p.measured else ""
         formats = ", ".join(f"{share:.0%} {name}" for name, share in p.formats.items())
-        rows.append((mark, f"{p.read_bytes / 1e9:.4g}", f"{p.size_bytes / 1e9:.4g}", f"{p.tok_s:.1f}", f"{p.kl:.2e}",
-                     f"{p.decisions:.2e}", f"{p.flips:.2%}", p.head, formats))  # fmt: skip
+        rows.append(
+            (
+                mark,
+                f"{p.read_bytes / 1e9:.4g}",
+                f"{p.size_bytes / 1e9:.4g}",
+                f"{p.tok_s:.1f}",
+                f"{p.kl:.2e}",
+                f"{p.decisions:.2e}",
+                f"{p.flips:.2%}",
+                p.head,
+                formats,
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = ["  ".join((*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[-1])) for row in rows]
+    lines = [
+        "  ".join((*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[-1]))
+        for row in rows
+    ]
     return [f"frontier, tok/s on {plan.device}:", *lines, plan.reason]
 
 
@@ -135,7 +155,11 @@ def draw_frontier(plan: FormatPlan, path: Path) -> None:
     both([p for p in plan.points if p.measured], "s", "measured as a whole")
     both([p for p in plan.points if p.taken], "k*", "taken")
     speeds = upper.twiny()
-    speeds.set_xticks([p.read_bytes / 1e9 for p in predicted], [f"{p.tok_s:.0f}" for p in predicted], fontsize="small")
+    speeds.set_xticks(
+        [p.read_bytes / 1e9 for p in predicted],
+        [f"{p.tok_s:.0f}" for p in predicted],
+        fontsize="small",
+    )
     speeds.set_xlabel(f"tok/s on {plan.device} (predicted)")
     upper.set_ylabel("KL + KL at decisions, nats")
     lower.set(xlabel="GB of weights per token", ylabel="flips at decisions, %")
@@ -143,5 +167,7 @@ def draw_frontier(plan: FormatPlan, path: Path) -> None:
     upper.legend(fontsize="small")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    with matplotlib.rc_context({"svg.hashsalt": "annie_quant"}):  # the same seed gives the same bytes
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "annie_quant"}
+    ):  # the same seed gives the same bytes
         figure.savefig(path, metadata={"Date": None})

@@ -28,7 +28,14 @@ from annie_quant.documents import FormatPlan, FrontierPoint
 from annie_quant.quantize import mixed_formats, recipe_choice
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, read_samples
-from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, decoder_linears
+from annie_quant.quantize.formats import (
+    FP8_CHANNEL,
+    NVFP4,
+    PLAIN_BITS,
+    W4A16,
+    active_weights,
+    decoder_linears,
+)
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.kl_trial import answers_to_score
 from annie_quant.quantize.mixed_formats import PLAIN, FormatTrials, Group, groups_of
@@ -80,8 +87,12 @@ class FormatPlanner:
         if axis == "size":
             return self.limits.max_gb * 1e9
         speed, bits = self.limits.min_tps, self.limits.max_bits
-        by_speed = decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
-        by_bits = math.inf if math.isinf(bits) else self.base[axis] + bits / 8 * self.counted - self.fixed
+        by_speed = (
+            decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
+        )
+        by_bits = (
+            math.inf if math.isinf(bits) else self.base[axis] + bits / 8 * self.counted - self.fixed
+        )
         return min(by_speed, by_bits)
 
     def chosen(self, choices: Sequence[int]) -> list[tuple[str, Group, int]]:
@@ -91,7 +102,9 @@ class FormatPlanner:
         return self.base[axis] + sum(getattr(g, axis)[i] for _, g, i in self.chosen(choices))
 
     def tok_s(self, choices: Sequence[int]) -> float:
-        return decode_speed.tok_s(replace(self.read, weights=self.bytes_of(choices, "read")), self.limits.device)
+        return decode_speed.tok_s(
+            replace(self.read, weights=self.bytes_of(choices, "read")), self.limits.device
+        )
 
     def fits(self, choices: Sequence[int]) -> bool:
         return all(self.bytes_of(choices, axis) <= self.line(axis) for axis in self.base)
@@ -99,7 +112,10 @@ class FormatPlanner:
     def check_limits(self) -> None:
         """Raise UsageError where no choice has so few bytes, or where the unchanged model has."""
         limits, name = self.limits, self.limits.device.name
-        least = {axis: [int(np.argmin(getattr(g, axis))) for g in self.groups.values()] for axis in self.base}
+        least = {
+            axis: [int(np.argmin(getattr(g, axis))) for g in self.groups.values()]
+            for axis in self.base
+        }
         size, speed = self.bytes_of(least["size"], "size") / 1e9, self.tok_s(least["read"])
         if limits.max_gb < size:
             raise UsageError(
@@ -113,7 +129,11 @@ class FormatPlanner:
                 f"--min-tps {speed * 0.999:.4g}, or exclude less",
             )
         if not math.isinf(limits.max_bits):
-            least_bits = 8 * (self.bytes_of(least["read"], "read") - self.base["read"] + self.fixed) / self.counted
+            least_bits = (
+                8
+                * (self.bytes_of(least["read"], "read") - self.base["read"] + self.fixed)
+                / self.counted
+            )
             if limits.max_bits < least_bits:
                 raise UsageError(
                     f"bits={limits.max_bits:g}: excluded linears stay at 16 bits, so less than {least_bits:.2f} cannot be reached",
@@ -124,7 +144,9 @@ class FormatPlanner:
             size, speed = self.bytes_of(plain, "size") / 1e9, self.tok_s(plain)
             raise UsageError(
                 f"the unchanged model is within the limits: {size:.4g} GB, {speed:.4g} tok/s on {name}",
-                "a smaller --max-gb or a larger --min-tps" if math.isinf(limits.max_bits) else "fewer bits",
+                "a smaller --max-gb or a larger --min-tps"
+                if math.isinf(limits.max_bits)
+                else "fewer bits",
             )
 
     def measure(self, trials: FormatTrials, progress: Progress) -> None:
@@ -135,7 +157,11 @@ class FormatPlanner:
             for kind in group.formats[:-1]:
                 self.costs[unit][kind] = trials.measure(dict.fromkeys(group.members, kind))
                 done, loss = done + 1, float(self.costs[unit][kind][:, :2].sum())
-                progress.update(done, count, f"measuring formats: {done} of {count}, {unit} in {kind}: {loss:.2g} nats")
+                progress.update(
+                    done,
+                    count,
+                    f"measuring formats: {done} of {count}, {unit} in {kind}: {loss:.2g} nats",
+                )
 
     def cost(self, unit: str, kind: str) -> np.ndarray:
         """Return a group's figures, scaled where it is not the head: that is one group, measured as it is."""
@@ -146,26 +172,41 @@ class FormatPlanner:
         return np.sum([self.costs[u][g.formats[i]] for u, g, i in self.chosen(choices)], axis=0)
 
     def front(self, axis: str) -> Front:
-        losses = [[max(0.0, float(self.cost(u, f)[:, :2].sum())) for f in g.formats] for u, g in self.groups.items()]
+        losses = [
+            [max(0.0, float(self.cost(u, f)[:, :2].sum())) for f in g.formats]
+            for u, g in self.groups.items()
+        ]
         return front_of(losses, [getattr(g, axis) for g in self.groups.values()])
 
     def solve(self, allowed: float) -> tuple[int, ...]:
         """Return the choice within the limits with the least loss, or with a finite `allowed` loss that with the fewest bytes."""
         losses = list[str]()
-        for axis in sorted(self.base, key=lambda axis: (math.isinf(self.line(axis)), axis)):  # a limited one first
+        for axis in sorted(
+            self.base, key=lambda axis: (math.isinf(self.line(axis)), axis)
+        ):  # a limited one first
             front = self.front(axis)
             within = front.within_size(self.line(axis) - self.base[axis])
             losses += (
-                [] if within is None else [f"; the least loss within that of bytes is {front.costs[within]:.3g} nats"]
+                []
+                if within is None
+                else [f"; the least loss within that of bytes is {front.costs[within]:.3g} nats"]
             )
             point = within if math.isinf(allowed) else front.within_cost(allowed)
             if point is not None and self.fits(choices := front.choices(point)):
                 return tuple(choices)
-        raise UsageError(f"nothing satisfies the limits together{''.join(losses[:1])}", "allow more bytes or more loss")
+        raise UsageError(
+            f"nothing satisfies the limits together{''.join(losses[:1])}",
+            "allow more bytes or more loss",
+        )
 
     def formats(self, choices: Sequence[int]) -> dict[str, str]:
         """Return linear → format, without those in 16 bits."""
-        return {n: g.formats[i] for _, g, i in self.chosen(choices) if g.formats[i] != PLAIN for n in g.members}
+        return {
+            n: g.formats[i]
+            for _, g, i in self.chosen(choices)
+            if g.formats[i] != PLAIN
+            for n in g.members
+        }
 
     def search(self, trials: FormatTrials, progress: Progress) -> tuple[Solution, list[Solution]]:
         """Return the solution that is taken, and all that were evaluated."""
@@ -178,7 +219,9 @@ class FormatPlanner:
             excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
             more, noise = recipe_choice.with_noise(excess.tolist())
             expected = solution.loss - more
-            progress.message(f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}")
+            progress.message(
+                f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}"
+            )
             if more <= noise and solution.loss <= most:
                 break
             if solution.loss > most:
@@ -191,7 +234,9 @@ class FormatPlanner:
         quantized = [s for s in evaluated.values() if self.formats(s.choices)]
         satisfying = [s for s in quantized if s.loss <= most]
         if not satisfying:
-            single = [float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != PLAIN]
+            single = [
+                float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != PLAIN
+            ]
             least = min([s.loss for s in quantized] or [max(0.0, min(single))])
             raise UsageError(
                 f"--max-loss {most:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
@@ -199,38 +244,60 @@ class FormatPlanner:
             )
         read = {id(s): self.bytes_of(s.choices, "read") for s in satisfying}
         limited = not math.isinf(most)
-        taken = min(satisfying, key=lambda s: (read[id(s)], s.loss) if limited else (s.loss, read[id(s)]))
+        taken = min(
+            satisfying, key=lambda s: (read[id(s)], s.loss) if limited else (s.loss, read[id(s)])
+        )
         return taken, list(evaluated.values())
 
     def rescale(self, trials: FormatTrials, choices: Sequence[int], solution: Solution) -> None:
         """Set the ratios by a whole that is worse than the sum of its groups: one for FP8, one for both 4-bit formats."""
 
         def only(kinds: Sequence[str]) -> list[int]:
-            return [i if u == HEAD or g.formats[i] in kinds else len(g.formats) - 1 for u, g, i in self.chosen(choices)]
+            return [
+                i if u == HEAD or g.formats[i] in kinds else len(g.formats) - 1
+                for u, g, i in self.chosen(choices)
+            ]
 
         four, head = only((NVFP4, W4A16)), self.expected(only(()))
         measured = trials.measure(self.formats(four))
         for kinds, whole, parts in (
-            ((FP8_CHANNEL,), solution.whole - measured, self.expected(choices) - self.expected(four)),
+            (
+                (FP8_CHANNEL,),
+                solution.whole - measured,
+                self.expected(choices) - self.expected(four),
+            ),
             ((NVFP4, W4A16), measured - head, self.expected(four) - head),
         ):
             if (total := float(parts[:, :2].sum())) > 0:
                 self.ratios |= dict.fromkeys(kinds, max(0.1, float(whole[:, :2].sum()) / total))
 
-    def point(self, choices: Sequence[int], whole: np.ndarray | None = None, taken: bool = False) -> FrontierPoint:
+    def point(
+        self, choices: Sequence[int], whole: np.ndarray | None = None, taken: bool = False
+    ) -> FrontierPoint:
         chosen = self.chosen(choices)
         single = [self.cost(u, g.formats[i]).sum(0) for u, g, i in chosen]
-        kl, decisions, flips = (max(0.0, float(x)) for x in (np.sum(single, 0) if whole is None else whole.sum(0)))
+        kl, decisions, flips = (
+            max(0.0, float(x)) for x in (np.sum(single, 0) if whole is None else whole.sum(0))
+        )
         if whole is None:  # a token flips by one group or by another
             flips = 1.0 - math.prod(1.0 - min(1.0, max(0.0, float(x[2]))) for x in single)
         total = sum(g.weights for g in self.groups.values())
-        shares = {f: sum(g.weights for _, g, i in chosen if g.formats[i] == f) / total for f in FORMATS}
+        shares = {
+            f: sum(g.weights for _, g, i in chosen if g.formats[i] == f) / total for f in FORMATS
+        }
         head = self.groups[HEAD].formats[choices[-1]] if HEAD in self.groups else PLAIN
         return FrontierPoint(
-            read_bytes=self.bytes_of(choices, "read"), size_bytes=self.bytes_of(choices, "size"), head=head, kl=kl,
-            tok_s=self.tok_s(choices), decisions=decisions, flips=flips, measured=whole is not None, taken=taken,
+            read_bytes=self.bytes_of(choices, "read"),
+            size_bytes=self.bytes_of(choices, "size"),
+            head=head,
+            kl=kl,
+            tok_s=self.tok_s(choices),
+            decisions=decisions,
+            flips=flips,
+            measured=whole is not None,
+            taken=taken,
             formats={f: round(share, 4) for f, share in shares.items() if share},
-        )  # fmt: skip
+        )
 
     def describe(self, taken: Solution, evaluated: Sequence[Solution]) -> FormatPlan:
         front, limits = self.front("read"), self.limits
@@ -238,20 +305,29 @@ class FormatPlanner:
         shown = dict.fromkeys(p for t in targets if (p := front.within_size(float(t))) is not None)
         points = [self.point(front.choices(p)) for p in shown]
         points += [self.point(s.choices, s.whole, s is taken) for s in evaluated]
-        best = "the least divergence" if math.isinf(limits.max_loss) else "the fewest bytes per token"
+        best = (
+            "the least divergence" if math.isinf(limits.max_loss) else "the fewest bytes per token"
+        )
         reason = f"=> {best} within {limits}: {taken.loss:.3g} nats measured"
         return FormatPlan(limits.device.name, reason, sorted(points, key=lambda p: p.read_bytes))
 
 
-def planner_of(job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str, str]) -> FormatPlanner:
+def planner_of(
+    job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str, str]
+) -> FormatPlanner:
     """Return the planner of a model. Raises UsageError for limits that no choice satisfies, or the unchanged model does."""
     folder = ModelFolder(job.model)
     groups = groups_of(job, four_bit, head=math.isinf(limits.max_bits))
     size, read = (sum(getattr(g, axis)[-1] for g in groups.values()) for axis in ("size", "read"))
-    base = {"size": sum(folder.info(n).size_bytes for n in folder) - size, "read": bytes_per_token(folder) - read}
+    base = {
+        "size": sum(folder.info(n).size_bytes for n in folder) - size,
+        "read": bytes_per_token(folder) - read,
+    }
     counted = active_weights(folder, decoder_linears(folder) if limits.of_decoder else four_bit)
     fixed = sum(n for linear, n in counted.items() if linear not in four_bit) * PLAIN_BITS / 8
-    planner = FormatPlanner(groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed)
+    planner = FormatPlanner(
+        groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed
+    )
     planner.check_limits()
     return planner
 
@@ -276,7 +352,9 @@ def choose_formats(
         positions = 4 * HEAD_TOKENS[device]
         rows = [a.row for a in answers_to_score(learned, HEAD_TOKENS[device], positions, cut=False)]
         file = job.work_folder() / "head.safetensors"
-        rounded.packed[HEAD] = round_head(trials.trial, rows, method.damping, job.scale, file, progress)
+        rounded.packed[HEAD] = round_head(
+            trials.trial, rows, method.damping, job.scale, file, progress
+        )
     planner.measure(trials, progress)
     taken, evaluated = planner.search(trials, progress)
     plan = planner.describe(taken, evaluated)
@@ -319,7 +397,9 @@ def plan_model(
         set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(Method(), n)]
         tried = recipe_choice.ingredients(effort, set_by_user)
         choice = recipe_choice.choose_method(job, formats, samples, method, tried, progress)
-    layers = sha256_text(json.dumps(sorted(formats.items())))[:12]  # other limits may follow in the same folder
+    layers = sha256_text(json.dumps(sorted(formats.items())))[
+        :12
+    ]  # other limits may follow in the same folder
     result = round_model(job, formats, samples, choice.method, progress, f"layers-{layers}")
     result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
     result.frontier, result.formats = planned.frontier, result.formats | planned.formats

@@ -202,7 +202,9 @@ def round_columns(
     place, blocks = np.argsort(factor.order), np.argsort(factor.order[::GROUP] // GROUP)
     codes = np.stack((packed.codes & 15, packed.codes >> 4), -1).reshape(w.shape).take(place, 1)
     codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return replace(packed, codes=codes, block_scale=packed.block_scale.take(blocks, 1)), w.take(place, 1)
+    return replace(packed, codes=codes, block_scale=packed.block_scale.take(blocks, 1)), w.take(
+        place, 1
+    )
 
 
 # ---- the sweep in torch
@@ -241,7 +243,9 @@ class Rounded:
         nibble = torch.bucketize(self.codes.abs(), table) + 8 * (self.codes < 0)
         pairs = (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8)
         scales = codec.to_numpy(self.scale_codes.cpu().contiguous().view(torch.float8_e4m3fn))
-        return nvfp4.Tensor(pairs.cpu().numpy(), scales, np.float32(tensor_scale), tuple(self.codes.shape), GROUP)
+        return nvfp4.Tensor(
+            pairs.cpu().numpy(), scales, np.float32(tensor_scale), tuple(self.codes.shape), GROUP
+        )
 
 
 @functools.cache  # one table per device: a sweep reads it once per block column
@@ -282,12 +286,23 @@ class Sweep:
     loss: torch.Tensor
 
     @classmethod
-    def of(cls, w: torch.Tensor, upper: torch.Tensor, tensor_scale: torch.Tensor, candidates: range) -> Sweep:
+    def of(
+        cls, w: torch.Tensor, upper: torch.Tensor, tensor_scale: torch.Tensor, candidates: range
+    ) -> Sweep:
         """Return the sweep of a weight of which no column is rounded yet."""
         rows, blocks = w.shape[0], w.shape[1] // GROUP
         chosen = torch.zeros(blocks, rows, dtype=torch.uint8, device=w.device)
         loss = torch.zeros(rows, dtype=torch.float64, device=w.device)
-        return cls(w, upper, tensor_scale, candidates, torch.zeros_like(w), w.new_zeros(blocks, rows), chosen, loss)
+        return cls(
+            w,
+            upper,
+            tensor_scale,
+            candidates,
+            torch.zeros_like(w),
+            w.new_zeros(blocks, rows),
+            chosen,
+            loss,
+        )
 
 
 def sweep(
@@ -311,7 +326,9 @@ def sweep(
         from annie_quant.quantize import triton_kernels
 
         round_one = triton_kernels.round_column
-        upper = upper.contiguous()  # not on a CPU, where another layout changes the rounding of products
+        upper = (
+            upper.contiguous()
+        )  # not on a CPU, where another layout changes the rounding of products
     state, columns = Sweep.of(w, upper, tensor_scale, candidates), w.shape[1]
     for first in range(0, columns, WINDOW):
         last = min(first + WINDOW, columns)
@@ -384,4 +401,6 @@ def nearest(weight: torch.Tensor, tensor_scale: torch.Tensor) -> Rounded:
     step = e4m3_steps(w.device)[scale_codes] * tensor_scale[:, None]
     codes = codec.to_e2m1((w.view(len(w), -1, GROUP) / step[..., None]).view_as(w))
     values = dequantized(codes, step)
-    return Rounded(codes, scale_codes.to(torch.uint8), step, values, (values - w).double().square().sum(-1))
+    return Rounded(
+        codes, scale_codes.to(torch.uint8), step, values, (values - w).double().square().sum(-1)
+    )

@@ -42,10 +42,12 @@ def coverage_line(tokens: Mapping[str, int]) -> str:
     """Return how many experts saw enough calibration tokens. tokens: of QuantizationPlan."""
     experts = {name.rpartition(".")[0]: count for name, count in tokens.items()}
     unseen = [name for name, count in experts.items() if not count]
-    line = (
-        f"expert coverage: {sum(n >= FEW for n in experts.values())} of {len(experts)} experts saw {FEW} tokens or more"
+    line = f"expert coverage: {sum(n >= FEW for n in experts.values())} of {len(experts)} experts saw {FEW} tokens or more"
+    return line + (
+        f"; {len(unseen)} saw none ({', '.join(unseen[:3])}{' …' if unseen[3:] else ''})"
+        if unseen
+        else ""
     )
-    return line + (f"; {len(unseen)} saw none ({', '.join(unseen[:3])}{' …' if unseen[3:] else ''})" if unseen else "")
 
 
 class LargestInput:
@@ -68,11 +70,15 @@ class LargestInput:
             return 0.0
         top = float((self.largest if scale is None else self.largest / scale).max())
         if not np.isfinite(top):
-            raise CheckpointError(f"{self.name}: NaN or inf among its inputs", "annie-quant audit the model")
+            raise CheckpointError(
+                f"{self.name}: NaN or inf among its inputs", "annie-quant audit the model"
+            )
         return top
 
 
-def max_calibrated(job: Job[StrategyOptions], formats: Mapping[str, str], progress: Progress) -> QuantizationPlan:
+def max_calibrated(
+    job: Job[StrategyOptions], formats: Mapping[str, str], progress: Progress
+) -> QuantizationPlan:
     """Return the plan with these formats of linears, by the largest weights and inputs over whole conversations.
 
     This is ModelOpt's max calibration without ModelOpt. Weights, block scales and tensor scales are ModelOpt's bytes (its CPU
@@ -88,8 +94,14 @@ def calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Prog
     """Return the largest inputs of linears over the job's whole conversations."""
     folder, template = ModelFolder(job.model), Template(job.model)
     rows = read_conversations(job.conversations, job.calib_samples)
-    texts = (template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows)
-    ids = [row for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts) if row]
+    texts = (
+        template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows
+    )
+    ids = [
+        row
+        for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts)
+        if row
+    ]
     progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
     measure = largest_inputs if models.is_known(folder.config) else largest_inputs_of_whole_model
     return measure(folder, linears, ids, progress)
@@ -102,16 +114,27 @@ def largest_inputs(
 
     ids: tokens of each conversation.
     """
-    samples = [CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ()) for row in ids]
+    samples = [
+        CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ())
+        for row in ids
+    ]
     text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, amax, tokens = set(linears), dict[str, float](), dict[str, int]()
     for layer in model:
-        groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
+        groups = [
+            g
+            for g in (
+                [n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()
+            )
+            if g
+        ]
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
         amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
-        tokens |= {f"{layer.name}.{g[0]}": observers[g[0]].tokens for g in groups if layer.experts_of(g[0])}
+        tokens |= {
+            f"{layer.name}.{g[0]}": observers[g[0]].tokens for g in groups if layer.experts_of(g[0])
+        }
     return amax, tokens
 
 
@@ -119,11 +142,15 @@ def largest_inputs_of_whole_model(
     folder: ModelFolder, linears: Iterable[str], ids: Sequence[Sequence[int]], progress: Progress
 ) -> InputStats:
     """Return the largest |input| of linears of an unknown family: transformers runs the model, one conversation at a time."""
-    model = load(folder.path, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    model = load(
+        folder.path, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
     modules: dict[str, Any] = dict(model.named_modules())
     observers = {name: LargestInput(name) for name in linears if name in modules}
 
-    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def before(
+        observer: LargestInput, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
+    ) -> None:
         observer(args[0].reshape(-1, args[0].shape[-1]))
 
     for name, observer in observers.items():
@@ -148,14 +175,20 @@ def kv_scales(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[
     for layer, tops in largest_keys_and_values(job, progress).items():
         for name, top in zip(("keys", "values"), tops, strict=True):
             if not 0 < top < math.inf:
-                raise CheckpointError(f"{layer}: its largest {name} are {top}", "annie-quant audit the model")
+                raise CheckpointError(
+                    f"{layer}: its largest {name} are {top}", "annie-quant audit the model"
+                )
         scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
     every = [scale for pair in scales.values() for scale in pair]
-    progress.message(f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}")
+    progress.message(
+        f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}"
+    )
     return scales
 
 
-def largest_keys_and_values(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+def largest_keys_and_values(
+    job: Job[StrategyOptions], progress: Progress
+) -> dict[str, tuple[float, float]]:
     """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
     batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
     layers = DecoderLayers(ModelFolder(job.model), batches, progress, "calibrating the KV cache")
@@ -163,10 +196,18 @@ def largest_keys_and_values(job: Job[StrategyOptions], progress: Progress) -> di
     current = ""
 
     def attention(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         before = tops.get(current, (0.0, 0.0))  # keys are those after the rotary embedding
-        tops[current] = (max(before[0], float(key.abs().max())), max(before[1], float(value.abs().max())))
+        tops[current] = (
+            max(before[0], float(key.abs().max())),
+            max(before[1], float(value.abs().max())),
+        )
         return sdpa_attention_forward(module, query, key, value, *args, **options)
 
     ALL_ATTENTION_FUNCTIONS.register(KV_AMAX, attention)

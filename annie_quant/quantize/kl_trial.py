@@ -83,7 +83,9 @@ class Trial:
         self.rows = [a.row for a in answers]
         self.answers = [replace(a, decides=a.decides.to(device)) for a in answers]
         # float16 halves the memory for large vocabularies; the reference is also compared with itself, rounded like this.
-        self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
+        self.reference = {
+            i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)
+        }
         if any(bool(reference.isnan().any()) for reference in self.reference.values()):
             raise CheckpointError(
                 f"{folder.path}: the probabilities of the calibration answers are not finite",
@@ -100,15 +102,24 @@ class Trial:
         """
         tokens = sum(len(a.decides) for a in self.answers)
         decisions = max(1, sum(int(a.decides.sum()) for a in self.answers))
-        parts = {conversation: np.zeros(3) for conversation in sorted({a.conversation for a in self.answers})}
+        parts = {
+            conversation: np.zeros(3)
+            for conversation in sorted({a.conversation for a in self.answers})
+        }
         with torch.inference_mode(), self.rounded(plan, inputs):
             for i, logits in self.engine.scores(self.rows):
-                answer, p, q = self.answers[i], self.reference[i].float(), torch.log_softmax(logits, -1)
+                answer, p, q = (
+                    self.answers[i],
+                    self.reference[i].float(),
+                    torch.log_softmax(logits, -1),
+                )
                 kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).double()
                 flips = (p.argmax(-1) != q.argmax(-1))[answer.decides].sum()
                 parts[answer.conversation] += [
-                    float(kl.sum()) / tokens, float(kl[answer.decides].sum()) / decisions, int(flips) / decisions
-                ]  # fmt: skip
+                    float(kl.sum()) / tokens,
+                    float(kl[answer.decides].sum()) / decisions,
+                    int(flips) / decisions,
+                ]
         return np.array(list(parts.values()))
 
     @contextlib.contextmanager
@@ -118,7 +129,10 @@ class Trial:
         rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
         weights |= {n: fp8_rows(self.parameter(weight_name(self.folder, n))) for n in rows}
         weights |= {n.removesuffix(".weight"): torch.from_numpy(w) for n, w in plan.weights.items()}
-        with self.changed(weights), self.rounded_inputs(plan) if inputs else contextlib.nullcontext():
+        with (
+            self.changed(weights),
+            self.rounded_inputs(plan) if inputs else contextlib.nullcontext(),
+        ):
             yield
 
     def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
@@ -131,7 +145,9 @@ class Trial:
 
         with contextlib.ExitStack() as hooks, torch.inference_mode():
             for name in names:
-                hooks.enter_context(self.linear(name).register_forward_pre_hook(partial(observe, name)))
+                hooks.enter_context(
+                    self.linear(name).register_forward_pre_hook(partial(observe, name))
+                )
             for _ in self.engine.scores(self.rows):
                 pass
         return largest
@@ -154,7 +170,9 @@ class Trial:
                 # A parameter of its own: a tied head and the embedding are one.
                 module = self.model.get_submodule(self.family.in_form(name, multimodal=False))
                 undo.callback(setattr, module, "weight", module.weight)
-                module.weight = torch.nn.Parameter(weight.to(self.parameter(f"{name}.weight")), requires_grad=False)
+                module.weight = torch.nn.Parameter(
+                    weight.to(self.parameter(f"{name}.weight")), requires_grad=False
+                )
             yield
 
     @contextlib.contextmanager
@@ -163,7 +181,9 @@ class Trial:
 
         def rounds(linear: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
             undo.enter_context(
-                self.linear(linear).register_forward_pre_hook(lambda _, args: (rounded(args[0]), *args[1:]))
+                self.linear(linear).register_forward_pre_hook(
+                    lambda _, args: (rounded(args[0]), *args[1:])
+                )
             )
 
         amax = {n: plan.amax[n] for n, f in plan.formats.items() if f == NVFP4 and n in plan.amax}
@@ -182,8 +202,14 @@ class StoredTrials:
     file: in the job's work folder.
     """
 
-    def __init__(self, job: Job[StrategyOptions], file: str, answers: Sequence[TrialAnswer]) -> None:
-        self.folder, self.answers, self.file = ModelFolder(job.model), answers, job.measurements(file)
+    def __init__(
+        self, job: Job[StrategyOptions], file: str, answers: Sequence[TrialAnswer]
+    ) -> None:
+        self.folder, self.answers, self.file = (
+            ModelFolder(job.model),
+            answers,
+            job.measurements(file),
+        )
         self.figures: dict[str, list[list[float]]] = self.file.load({})
 
     @cached_property

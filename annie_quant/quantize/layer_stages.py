@@ -24,9 +24,15 @@ from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes, inputs_of
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
-CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
+CHUNK = {
+    "cpu": 1024,
+    "cuda": 16384,
+}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
 PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of their outputs, relative to the largest one
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+}  # of their outputs, relative to the largest one
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,12 @@ def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None
         inputs = [n for n in read.linears if n in layer.linears]
         if read.fold == "norm" and not read.per_head and inputs:
             name = inputs[0].partition(".")[0]
-            ends = [f"{name}{end}" for end in family.row_parallel if f"{name}{end}" in layer.linears]
-            blocks.append(ResidualBlock(name, read.producer, inputs, ends[0] if len(ends) == 1 else ""))
+            ends = [
+                f"{name}{end}" for end in family.row_parallel if f"{name}{end}" in layer.linears
+            ]
+            blocks.append(
+                ResidualBlock(name, read.producer, inputs, ends[0] if len(ends) == 1 else "")
+            )
     order = [name for name, _ in layer.module.named_children()]
     blocks.sort(key=lambda block: order.index(block.norm))
     if len(blocks) != 2 or not blocks[0].output or not is_chain(layer, *blocks):
@@ -136,7 +146,9 @@ class RealTokens:
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.layer, self.model, self.module = layer, layer.model, layer.module
-        kinds = [torch.from_numpy(b.kinds.reshape(-1)).to(self.model.device) for b in self.model.batches]
+        kinds = [
+            torch.from_numpy(b.kinds.reshape(-1)).to(self.model.device) for b in self.model.batches
+        ]
         self.real = [(k != PADDING).nonzero()[:, 0] for k in kinds]
         self.kinds = torch.cat([k[r] for k, r in zip(kinds, self.real, strict=True)])
         ends = itertools.accumulate(map(len, self.real))
@@ -172,7 +184,10 @@ class RealTokens:
         prefixes = Prefixes(self.model, self.layer.index)
         for batch, state in enumerate(self.model.states):
             work = partial(self.model.forward, self.module, state, **prefixes.options(batch))
-            yield self.parts[batch], self.of_real(batch, inputs_of(self.layer.linears[block.output], work))
+            yield (
+                self.parts[batch],
+                self.of_real(batch, inputs_of(self.layer.linears[block.output], work)),
+            )
 
     def run_mlp(self, block: ResidualBlock) -> Iterator[Part]:
         """Yield the inputs of the MLP's last linear. Its other linears run."""
@@ -203,7 +218,9 @@ class LastInputs:
     run: yields them, computed with the present weights of the linears before.
     """
 
-    def __init__(self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]) -> None:
+    def __init__(
+        self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]
+    ) -> None:
         self.text, self.linear, self.run = text, linear, run
         size = len(text.rows) * linear.in_features * text.rows.element_size()
         self.stored: list[Part] | None = None

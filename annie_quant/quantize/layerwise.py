@@ -41,7 +41,9 @@ def decoder_prefix(folder: ModelFolder) -> str:
     for prefix in (TEXT_PREFIX, MULTIMODAL_PREFIX):
         if any(name.startswith(f"{prefix}layers.0.") for name in folder):
             return prefix
-    raise CheckpointError(f"{folder.path}: it has no decoder layers", f"annie-quant audit {folder.path}")
+    raise CheckpointError(
+        f"{folder.path}: it has no decoder layers", f"annie-quant audit {folder.path}"
+    )
 
 
 def real_inputs(
@@ -94,7 +96,9 @@ class DecoderLayer:
 
     def groups(self) -> list[list[str]]:
         """Return the layer's linears, grouped by the input that they read; those of each expert by themselves."""
-        groups = ([n for n in i.linears if n in self.linears] for i in self.model.folder.family.inputs)
+        groups = (
+            [n for n in i.linears if n in self.linears] for i in self.model.folder.family.inputs
+        )
         return [*(g for g in groups if g), *self.expert_groups()]
 
     def expert_groups(self) -> list[list[str]]:
@@ -137,12 +141,17 @@ class DecoderLayer:
         """Give observers the inputs of their linears in a forward pass of tokens of these kinds."""
 
         def before(
-            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
+            observer: Observer,
+            experts: SingleExperts | None,
+            module: torch.nn.Module,
+            args: tuple[torch.Tensor, ...],
         ) -> None:
             observer(*real_inputs(args[0], kinds, experts))
 
         handles = [
-            self.linears[name].register_forward_pre_hook(functools.partial(before, f, self.experts_of(name)))
+            self.linears[name].register_forward_pre_hook(
+                functools.partial(before, f, self.experts_of(name))
+            )
             for name, f in observers.items()
         ]
         try:
@@ -162,9 +171,18 @@ class Prefixes:
 
     def __init__(self, model: DecoderLayers, index: int) -> None:
         config = model.model.config
-        self.batches, self.config, self.device, self.dtype = model.batches, config, model.device, model.dtype
+        self.batches, self.config, self.device, self.dtype = (
+            model.batches,
+            config,
+            model.device,
+            model.dtype,
+        )
         self.types = model.types
-        self.index, self.attends, self.ragged = index, self.types[index] == "full_attention", model.ragged
+        self.index, self.attends, self.ragged = (
+            index,
+            self.types[index] == "full_attention",
+            model.ragged,
+        )
         self.continued = {b.start for b in self.batches}
         # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
         self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
@@ -176,7 +194,9 @@ class Prefixes:
     def options(self, i: int) -> dict[str, Any]:
         """Return the options of DecoderLayers.forward for batch `i`. Must be called for all batches in order."""
         batch = self.batches[i]
-        self.caches = {j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start}
+        self.caches = {
+            j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start
+        }
         self.ragged.set(None, 0, None)
         if batch.start is None and i not in self.continued:
             return {}
@@ -195,7 +215,9 @@ class Prefixes:
         if i in self.continued:
             self.caches[i] = cache, real
             if len(set(batch.lengths)) > 1:
-                self.ragged.set(torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache)
+                self.ragged.set(
+                    torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache
+                )
         return options
 
     def mask(self, before: torch.Tensor, steps: int) -> torch.Tensor:
@@ -203,7 +225,8 @@ class Prefixes:
         before = before[:1] if bool(before.all()) else before
         own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
         return additive(
-            torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1), self.dtype
+            torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1),
+            self.dtype,
         )
 
 
@@ -220,29 +243,45 @@ class DecoderLayers:
     """
 
     def __init__(
-        self, folder: ModelFolder, batches: Sequence[TokenBatch], progress: Progress = SILENT, title: str = "reading"
+        self,
+        folder: ModelFolder,
+        batches: Sequence[TokenBatch],
+        progress: Progress = SILENT,
+        title: str = "reading",
     ) -> None:
         self.folder, self.batches, self.progress, self.title = folder, batches, progress, title
         self.device, self.dtype = device_and_dtype(folder)
         self.prefix = decoder_prefix(folder)
         with refused(folder.path), torch.device("meta"):
-            config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False).get_text_config()
+            config = transformers.AutoConfig.from_pretrained(
+                folder.path, trust_remote_code=False
+            ).get_text_config()
             config.use_cache = False
-            self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
+            self.model: Any = transformers.AutoModel.from_config(
+                config, dtype=self.dtype, trust_remote_code=False
+            )
         separate(self.model, folder.family)
         self.check_tensors()
         self.ragged = deltanet.RaggedBatch()
-        use_own_delta_rule(self.model, self.device, self.ragged, any(batch.start is not None for batch in batches))
+        use_own_delta_rule(
+            self.model, self.device, self.ragged, any(batch.start is not None for batch in batches)
+        )
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         embedding = f"{self.prefix}embed_tokens.weight"
         ids = [b.ids for b in batches]
         used = np.unique(np.concatenate([i.reshape(-1) for i in ids]))
         table = self.to_device(np.ascontiguousarray(folder.tensor(embedding)[used]))
         # Gemma's embeddings are scaled where they are read.
-        table = table * torch.tensor(getattr(self.model.embed_tokens, "scalar_embed_scale", 1.0)).to(table)
-        self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        table = table * torch.tensor(
+            getattr(self.model.embed_tokens, "scalar_embed_scale", 1.0)
+        ).to(table)
+        self.types = (
+            getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        )
         self.layer_type = self.types[0]  # of the layer that is computed
-        self.states = [table[torch.from_numpy(np.searchsorted(used, i)).to(self.device)] for i in ids]
+        self.states = [
+            table[torch.from_numpy(np.searchsorted(used, i)).to(self.device)] for i in ids
+        ]
         folder.release(embedding)
 
     def check_tensors(self) -> None:
@@ -254,11 +293,17 @@ class DecoderLayers:
         }
         stored = {n: list(self.folder.info(n).shape) for n in expected if self.folder.find(n) == n}
         layers = f"{self.prefix}layers."
-        extra = [n for n in self.folder if n.startswith(layers) and n.endswith("_proj.bias") and n not in expected]
+        extra = [
+            n
+            for n in self.folder
+            if n.startswith(layers) and n.endswith("_proj.bias") and n not in expected
+        ]
         differing = [n for n in expected if stored.get(n) != expected[n]]
         if name := next(iter(differing + extra), None):
             difference = (
-                f"needs {name} {expected[name]}, got {stored.get(name, 'none')}" if differing else f"excludes {name}"
+                f"needs {name} {expected[name]}, got {stored.get(name, 'none')}"
+                if differing
+                else f"excludes {name}"
             )
             raise CheckpointError(
                 f"{self.folder.path.name}: config.json does not fit the tensors: it {difference}",
@@ -285,13 +330,23 @@ class DecoderLayers:
         positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
         positions = positions if offsets is None else positions + offsets[:, None]
         axes = self.folder.family.position_axes
-        by_type = (self.layer_type,) if hasattr(self.rotary, "layer_types") else ()  # a rotary base per type of layer
-        angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1), *by_type)
+        by_type = (
+            (self.layer_type,) if hasattr(self.rotary, "layer_types") else ()
+        )  # a rotary base per type of layer
+        angles = self.rotary(
+            state, positions if axes == 1 else positions.expand(axes, -1, -1), *by_type
+        )
         if self.layer_type == "sliding_attention" and mask is None:
             mask = self.window_mask(state.shape[1])
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        out = module(state, position_embeddings=angles, attention_mask=mask, position_ids=positions,
-                     use_cache=cache is not None, **options)  # fmt: skip
+        out = module(
+            state,
+            position_embeddings=angles,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=cache is not None,
+            **options,
+        )
         return out[0] if isinstance(out, tuple) else out
 
     def window_mask(self, steps: int) -> torch.Tensor | None:
@@ -316,7 +371,9 @@ class DecoderLayers:
                 self.folder.release(tensor)
 
 
-def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.RaggedBatch, continues: bool) -> None:
+def use_own_delta_rule(
+    model: torch.nn.Module, device: str, batch: deltanet.RaggedBatch, continues: bool
+) -> None:
     """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time.
 
     continues: let each row of the running batch keep the state after its own last token.
@@ -330,9 +387,15 @@ def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.Ragg
             elif has_triton():
                 from annie_quant.quantize import triton_kernels
 
-                rule, conv = triton_kernels.gated_delta_rule, layer.causal_conv1d_fn or triton_kernels.causal_conv
+                rule, conv = (
+                    triton_kernels.gated_delta_rule,
+                    layer.causal_conv1d_fn or triton_kernels.causal_conv,
+                )
             else:
-                rule, conv = deltanet.gated_delta_rule, layer.causal_conv1d_fn or deltanet.causal_conv
+                rule, conv = (
+                    deltanet.gated_delta_rule,
+                    layer.causal_conv1d_fn or deltanet.causal_conv,
+                )
             layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule, conv
         if continues:
             layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)

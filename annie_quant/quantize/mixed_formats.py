@@ -39,7 +39,9 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 
 SHARE = 0.05  # of the divergence that rounding all inputs adds, what W4A4 may leave
 TOKENS = 1024  # of answers, scored in each trial
-POSITIONS = 4096  # of these answers with their prompts, on a CPU, where trials take most of the time
+POSITIONS = (
+    4096  # of these answers with their prompts, on a CPU, where trials take most of the time
+)
 PLAIN = "bf16"
 STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
@@ -90,7 +92,9 @@ class Group:
     weights: float
 
 
-def groups_of(job: Job[StrategyOptions], four_bit: Mapping[str, str], head: bool = True) -> dict[str, Group]:
+def groups_of(
+    job: Job[StrategyOptions], four_bit: Mapping[str, str], head: bool = True
+) -> dict[str, Group]:
     """Return the groups by their first linear, and the head last unless it is excluded. four_bit: linear → its 4-bit format."""
     folder = ModelFolder(job.model)
     units = units_of(folder, list(four_bit))
@@ -106,7 +110,10 @@ def group_of(folder: ModelFolder, members: list[str], four_bit: str) -> Group:
     """Return linears as a group that may have a 4-bit format, FP8 or 16 bits."""
     active = active_weights(folder, members)
     infos = {n: folder.info(weight_name(folder, n)) for n in members}
-    stored = {f: {n: quantized_bytes(i.shape, f) for n, i in infos.items()} for f in (four_bit, FP8_CHANNEL)}
+    stored = {
+        f: {n: quantized_bytes(i.shape, f) for n, i in infos.items()}
+        for f in (four_bit, FP8_CHANNEL)
+    }
     stored[PLAIN] = {n: i.size_bytes for n, i in infos.items()}
     size = [float(sum(of.values())) for of in stored.values()]
     read = [sum(b * active[n] / infos[n].elements for n, b in of.items()) for of in stored.values()]
@@ -125,7 +132,10 @@ def budgets(model: Path) -> list[float]:
     plain = sum(group.read[-1] for group in groups.values())
     least = sum(min(group.read) for group in groups.values())
     usual = sum(group.read[-1 if unit == HEAD else 0] for unit, group in groups.items())
-    read = [*([least] if least < usual else []), *(usual + step * (plain - usual) for step in STEPS)]
+    read = [
+        *([least] if least < usual else []),
+        *(usual + step * (plain - usual) for step in STEPS),
+    ]
     return [bytes_per_token(folder) - plain + of_linears for of_linears in read]
 
 
@@ -159,7 +169,10 @@ def formats_of_inputs(
 
 
 def measure_inputs(
-    job: Job[StrategyOptions], units: Mapping[str, list[str]], samples: Sequence[CalibrationSample], progress: Progress
+    job: Job[StrategyOptions],
+    units: Mapping[str, list[str]],
+    samples: Sequence[CalibrationSample],
+    progress: Progress,
 ) -> dict[str, float]:
     """Return unit → divergence with its inputs rounded, in nats per response token; weights are the source's."""
     positions = POSITIONS if device_kind() == "cpu" else math.inf
@@ -167,13 +180,19 @@ def measure_inputs(
     waiting = [u for u in units if u not in trials.figures]
     if waiting:
         amax = trials.trial.largest_inputs([n for members in units.values() for n in members])
-    noise = float(trials.shares("unchanged", QuantizationPlan({}))[:, :2].sum())  # the reference is float16
+    noise = float(
+        trials.shares("unchanged", QuantizationPlan({}))[:, :2].sum()
+    )  # the reference is float16
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
         plan = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
         harm[unit] = max(0.0, float(trials.shares(unit, plan)[:, :2].sum()) - noise)
         if unit in waiting:
-            progress.update(done, len(units), f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats")
+            progress.update(
+                done,
+                len(units),
+                f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats",
+            )
     return harm
 
 
@@ -184,9 +203,14 @@ class FormatTrials(StoredTrials):
     """
 
     def __init__(
-        self, job: Job[StrategyOptions], samples: Sequence[CalibrationSample], rounded: QuantizationPlan
+        self,
+        job: Job[StrategyOptions],
+        samples: Sequence[CalibrationSample],
+        rounded: QuantizationPlan,
     ) -> None:
-        tokens, positions = (TOKENS, POSITIONS) if device_kind() == "cpu" else (MOST_TOKENS, math.inf)
+        tokens, positions = (
+            (TOKENS, POSITIONS) if device_kind() == "cpu" else (MOST_TOKENS, math.inf)
+        )
         super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
         self.rounded = rounded
 

@@ -59,13 +59,22 @@ def tuned_norms(
     if file.is_file():
         return safetensors.numpy.load_file(file)
     tuning = NormTuning(
-        Trial(ModelFolder(job.model), ()), plan, samples, {**text.RESPONSE, text.PROMPT: prompt}, job.seed
+        Trial(ModelFolder(job.model), ()),
+        plan,
+        samples,
+        {**text.RESPONSE, text.PROMPT: prompt},
+        job.seed,
     )
     count = STEPS[tuning.device.type]
     for done, loss in enumerate(tuning.steps(count), 1):
         progress.update(done, count, f"tuning norms: step {done} of {count}, {loss:.3g} nats")
-    dtypes = {n: tuning.trial.folder.info(n).numpy_dtype for n in tuning.gains}  # as they are stored
-    result = {n: t.detach().cpu().numpy().astype(dtypes[n]).astype(np.float32) for n, t in tuning.norms().items()}
+    dtypes = {
+        n: tuning.trial.folder.info(n).numpy_dtype for n in tuning.gains
+    }  # as they are stored
+    result = {
+        n: t.detach().cpu().numpy().astype(dtypes[n]).astype(np.float32)
+        for n, t in tuning.norms().items()
+    }
     with replacing(file) as out:
         out.write(safetensors.numpy.save(result))
     return result
@@ -97,8 +106,12 @@ class NormTuning:
                 in_four_bits = all(plan.formats.get(n) in (NVFP4, W4A16) for n in readers)
                 self.most[name] = MOST_IN_FOUR_BITS if in_four_bits else MOST
         prefix = f"{self.model.base_model_prefix}."
-        self.names = {n: trial.family.in_form(n, multimodal=False).removeprefix(prefix) for n in self.gains}
-        self.changes = {n: torch.zeros_like(gain, requires_grad=True) for n, gain in self.gains.items()}
+        self.names = {
+            n: trial.family.in_form(n, multimodal=False).removeprefix(prefix) for n in self.gains
+        }
+        self.changes = {
+            n: torch.zeros_like(gain, requires_grad=True) for n, gain in self.gains.items()
+        }
         self.device, self.random = trial.engine.device, random.Random(seed)
         self.table = text.weight_table(token_weights, self.device)
         self.head = trial.linear(HEAD).weight
@@ -111,7 +124,11 @@ class NormTuning:
     def readers(self, module: str) -> list[str]:
         """Return the linears that read the output of a module, if that is a norm."""
         layer, inside = models.layer_of(module), models.in_layer(module)
-        sites = [site for site in self.trial.family.inputs if site.fold == "norm" and site.producer == inside]
+        sites = [
+            site
+            for site in self.trial.family.inputs
+            if site.fold == "norm" and site.producer == inside
+        ]
         names = [f"{layer}.{linear}" for site in sites for linear in site.linears]
         return [n for n in names if f"{n}.weight" in self.trial.folder]
 
@@ -121,7 +138,9 @@ class NormTuning:
     def norms(self) -> dict[str, torch.Tensor]:
         """Return tensor name → weight of every norm, float32."""
         adds_one = self.trial.family.adds_one
-        return {n: gain * (1 + self.changes[n]) - int(adds_one(n)) for n, gain in self.gains.items()}
+        return {
+            n: gain * (1 + self.changes[n]) - int(adds_one(n)) for n, gain in self.gains.items()
+        }
 
     def hidden(self, ids: torch.Tensor, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the last hidden states [B, T, D] with these weights in place of the model's."""
@@ -140,10 +159,14 @@ class NormTuning:
         with self.trial.rounded(self.plan, inputs=False):
             for step in range(count):
                 decay = 0.5 * (1 + math.cos(math.pi * step / count))
-                optimizer.param_groups[0]["lr"] = LEARNING_RATE * decay * min(1.0, (step + 1) / WARM_UP)
+                optimizer.param_groups[0]["lr"] = (
+                    LEARNING_RATE * decay * min(1.0, (step + 1) / WARM_UP)
+                )
                 total = 0.0
                 for inputs in (self.trial.rounded_inputs(self.plan), contextlib.nullcontext()):
-                    waiting = waiting or self.random.sample(range(len(self.batches)), len(self.batches))
+                    waiting = waiting or self.random.sample(
+                        range(len(self.batches)), len(self.batches)
+                    )
                     with inputs:
                         loss = self.loss(waiting.pop()) / 2
                         loss.backward()
@@ -160,13 +183,19 @@ class NormTuning:
         """Return the weighted mean of KL(source || rounded model) over a batch's tokens."""
         kinds = torch.from_numpy(self.batches[index].kinds).to(self.device)
         weights = torch.where(kinds == text.PADDING, 0.0, self.table[kinds])
-        kept = torch.tensor([self.random.randrange(PROMPTS) == 0 for _ in range(kinds.numel())], device=self.device)
-        weights = torch.where(kinds == text.PROMPT, weights * PROMPTS * kept.view(kinds.shape), weights)
+        kept = torch.tensor(
+            [self.random.randrange(PROMPTS) == 0 for _ in range(kinds.numel())], device=self.device
+        )
+        weights = torch.where(
+            kinds == text.PROMPT, weights * PROMPTS * kept.view(kinds.shape), weights
+        )
         used = weights > 0
         with torch.no_grad():
             source = self.source[index].to(self.device)[used]
             p = torch.log_softmax(torch.nn.functional.linear(source, self.head).float(), -1)
         states = self.hidden(self.ids(index), self.norms())[used]
-        q = torch.log_softmax(torch.nn.functional.linear(states, self.trial.linear(HEAD).weight).float(), -1)
+        q = torch.log_softmax(
+            torch.nn.functional.linear(states, self.trial.linear(HEAD).weight).float(), -1
+        )
         kl = (p.exp() * (p - q)).sum(-1)
         return (kl * weights[used]).sum() / weights[used].sum().clamp_min(1e-9)

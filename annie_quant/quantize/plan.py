@@ -25,7 +25,15 @@ from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
-from annie_quant.quantize.formats import ALGORITHM, FP8, FP8_CHANNEL, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
+from annie_quant.quantize.formats import (
+    ALGORITHM,
+    FP8,
+    FP8_CHANNEL,
+    GROUP,
+    NVFP4,
+    QUANTIZED_INPUTS,
+    expected_bytes,
+)
 
 
 @dataclass
@@ -71,7 +79,10 @@ class QuantizationPlan:
             for n, f in self.formats.items()
             if f in QUANTIZED_INPUTS and (n in self.amax or is_expert(n))
         }
-        scales = {n: np.float32(a) / span[self.formats[n]] for n, a in family.largest_of_input(needed).items()}
+        scales = {
+            n: np.float32(a) / span[self.formats[n]]
+            for n, a in family.largest_of_input(needed).items()
+        }
         return scales | self.input_scales
 
 
@@ -100,7 +111,9 @@ def export(
 def untied(config: JsonObject) -> JsonObject:
     """Return config.json of a model whose head is a tensor of its own."""
     text = config.get("text_config")
-    nested = {"text_config": text | {"tie_word_embeddings": False}} if isinstance(text, dict) else {}
+    nested = (
+        {"text_config": text | {"tie_word_embeddings": False}} if isinstance(text, dict) else {}
+    )
     return config | nested | {"tie_word_embeddings": False}
 
 
@@ -112,7 +125,9 @@ class Export:
         self.inputs = plan.all_input_scales(folder.family)
         groups = folder.family.fused_groups(plan.formats.keys() - plan.packed.keys())
         self.group_of = {m: group for group in groups for m in group}
-        self.scales: dict[str, np.float32] = {m: np.float32(t.tensor_scale) for m, t in plan.packed.items()}
+        self.scales: dict[str, np.float32] = {
+            m: np.float32(t.tensor_scale) for m, t in plan.packed.items()
+        }
 
     def excluded_names(self) -> list[str]:
         """Return the names that settings list as excluded: modules with a matrix, and for a layer's experts all of them at once.
@@ -121,9 +136,19 @@ class Export:
         ("model.layers.0.self_attn*").
         """
         folder, names = self.folder, set()
-        tied = folder.text_config.get("tie_word_embeddings", folder.config.get("tie_word_embeddings"))
-        other = [n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) > 1]
-        for module in {*(["lm_head"] if tied else []), *other, *all_linears(folder)} - self.plan.formats.keys():
+        tied = folder.text_config.get(
+            "tie_word_embeddings", folder.config.get("tie_word_embeddings")
+        )
+        other = [
+            n.removesuffix(".weight")
+            for n in folder
+            if n.endswith(".weight") and len(folder.info(n).shape) > 1
+        ]
+        for module in {
+            *(["lm_head"] if tied else []),
+            *other,
+            *all_linears(folder),
+        } - self.plan.formats.keys():
             expert = self.experts.split(module) if self.experts else None
             if self.experts and expert:
                 single = f"{module}.weight" in folder
@@ -139,11 +164,15 @@ class Export:
             if len({formats.get(n) for n in group}) > 1:
                 first = ", ".join(group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
                 raise CheckpointError(
-                    f"{first} are served together and would differ in format", "exclude or quantize them together"
+                    f"{first} are served together and would differ in format",
+                    "exclude or quantize them together",
                 )
-        if missing := [n for n, f in formats.items() if f in QUANTIZED_INPUTS and not self.inputs.get(n)]:
+        if missing := [
+            n for n, f in formats.items() if f in QUANTIZED_INPUTS and not self.inputs.get(n)
+        ]:
             raise CheckpointError(
-                f"{missing[0]}: no input reached it in calibration, so it has no input scale", "give more --calib-data"
+                f"{missing[0]}: no input reached it in calibration, so it has no input scale",
+                "give more --calib-data",
             )
 
     def tensors(self) -> list[Planned]:
@@ -155,7 +184,9 @@ class Export:
         planned: list[Planned] = []
         for whole in folder:
             parts = folder.parts_of(whole)
-            changes = any(p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts)
+            changes = any(
+                p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts
+            )
             for name in parts if changes else [whole]:
                 module = name.removesuffix(".weight")
                 if name.endswith(".weight") and module in plan.formats:
@@ -163,7 +194,9 @@ class Export:
                     continue
                 info, changed = folder.info(name), plan.weights.get(name)
                 load = (
-                    partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
+                    partial(folder.pieces, name)
+                    if changed is None
+                    else partial(np.asarray, changed, info.numpy_dtype)
                 )
                 planned.append(Planned(name, info.dtype, info.shape, load))
         planned += self.linear(HEAD) if unties(folder, plan.formats) else []
@@ -175,13 +208,21 @@ class Export:
     def linear(self, module: str) -> list[Planned]:
         """Return the tensors of one quantized linear."""
         kind, info = self.plan.formats[module], self.folder.info(weight_name(self.folder, module))
-        shape, scale, inputs = (info.shape[0], info.shape[1]), partial(self.scale, module), self.inputs.get(module)
+        shape, scale, inputs = (
+            (info.shape[0], info.shape[1]),
+            partial(self.scale, module),
+            self.inputs.get(module),
+        )
         if kind == FP8:
-            return modelopt.fp8_tensors(module, shape, partial(self.weight, info.name), scale, inputs)
+            return modelopt.fp8_tensors(
+                module, shape, partial(self.weight, info.name), scale, inputs
+            )
         if kind == FP8_CHANNEL:
             return modelopt.fp8_channel_tensors(module, shape, partial(self.rows, info.name))
         pack = partial(self.pack_rows, module)
-        return modelopt.nvfp4_tensors(module, shape, pack, scale, GROUP, inputs, source_bytes=info.size_bytes)
+        return modelopt.nvfp4_tensors(
+            module, shape, pack, scale, GROUP, inputs, source_bytes=info.size_bytes
+        )
 
     def weight(self, name: str) -> np.ndarray:
         """Return a weight as the strategy changed it, or the source's."""
@@ -189,7 +230,9 @@ class Export:
 
     def rows(self, name: str) -> Iterator[np.ndarray]:
         """Yield a weight's rows in order, in one or more pieces."""
-        return iter([self.plan.weights[name]]) if name in self.plan.weights else self.folder.rows(name)
+        return (
+            iter([self.plan.weights[name]]) if name in self.plan.weights else self.folder.rows(name)
+        )
 
     def pack_rows(self, module: str) -> Iterator[nvfp4.Tensor]:
         """Yield a linear's packed rows in order, in one or more pieces."""
@@ -197,7 +240,9 @@ class Export:
             yield self.plan.packed[module]
             return
         for rows in self.rows(weight_name(self.folder, module)):
-            yield nvfp4.pack(rows, tensor_scale=float(self.scale(module)), scale=self.plan.scale, group=GROUP)
+            yield nvfp4.pack(
+                rows, tensor_scale=float(self.scale(module)), scale=self.plan.scale, group=GROUP
+            )
 
     def scale(self, module: str) -> np.float32:
         """Return the multiplier of a linear's weight: amax / 2688 for NVFP4 (by the rule of plan.scale), amax / 448 for FP8."""
@@ -218,5 +263,7 @@ class Export:
         name = weight_name(self.folder, module)
         values = [float(nvfp4.amax(rows)) for rows in self.rows(name)]
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again")
+            raise CheckpointError(
+                f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again"
+            )
         return max(values, default=0.0)

@@ -83,7 +83,11 @@ def choose_method(
             "(annie-quant data, or init with --logs); plain GPTQ is used"
         )
         return RecipeChoice(start)
-    held_out = HeldOut(len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held))
+    held_out = HeldOut(
+        len({s.row for s in held}),
+        sum(len(s.answer) for s in held),
+        sum(sum(s.decides) for s in held),
+    )
     progress.message(held_out_line(held_out, conversations))
     trials = Trials(job, formats, learned, held, progress)
     tried = list(tried)
@@ -210,7 +214,9 @@ class ScoredMethod:
 def with_noise(differences: Sequence[float]) -> tuple[float, float]:
     """Return the sum of differences, one per conversation, and its standard error."""
     n, mean = len(differences), sum(differences) / len(differences)
-    return sum(differences), math.sqrt(sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1))
+    return sum(differences), math.sqrt(
+        sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1)
+    )
 
 
 def entry_line(entry: Ingredient) -> str:

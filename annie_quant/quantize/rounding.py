@@ -87,7 +87,9 @@ class LayerResult:
     def save(self, path: Path) -> None:
         """Write a file that has its name only when it is complete."""
         arrays = {f"amax.{name}": np.array(value, np.float64) for name, value in self.amax.items()}
-        arrays |= {f"tokens.{name}": np.array(count, np.int64) for name, count in self.tokens.items()}
+        arrays |= {
+            f"tokens.{name}": np.array(count, np.int64) for name, count in self.tokens.items()
+        }
         for name, tensor in self.packed.items():
             arrays[f"codes.{name}"] = tensor.codes
             arrays[f"block_scale.{name}"] = tensor.block_scale.view(np.uint8)
@@ -102,7 +104,10 @@ class LayerResult:
         for key, array in arrays.items():
             field_name, _, name = key.partition(".")
             if field_name == "codes":
-                scales, scale = arrays[f"block_scale.{name}"].view(nvfp4.E4M3), arrays[f"tensor_scale.{name}"]
+                scales, scale = (
+                    arrays[f"block_scale.{name}"].view(nvfp4.E4M3),
+                    arrays[f"tensor_scale.{name}"],
+                )
                 shape = (array.shape[0], array.shape[1] * 2)
                 result.packed[name] = nvfp4.Tensor(array, scales, np.float32(scale), shape, GROUP)
             elif field_name == "amax":
@@ -134,7 +139,9 @@ class LayerRounder:
 
     def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
         self.layer, self.task = layer, task
-        chosen = ([n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups())
+        chosen = (
+            [n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups()
+        )
         self.groups = [group for group in chosen if group]
         self.result = LayerResult()
         self.warnings: list[str] = []
@@ -149,7 +156,9 @@ class LayerRounder:
                     hessian = hessians.pop(group[0])
                     if self.layer.experts_of(group[0]):
                         result.tokens[group[0]] = hessian.tokens
-                    for name, (packed, values) in zip(group, self.round_group(group, hessian, tops), strict=True):
+                    for name, (packed, values) in zip(
+                        group, self.round_group(group, hessian, tops), strict=True
+                    ):
                         result.packed[name] = packed
                         result.amax.setdefault(name, hessian.amax)
                         weight = self.layer.linears[name].weight
@@ -169,9 +178,14 @@ class LayerRounder:
         sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
         yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
 
-    def hessians(self, stage: RoundingStage, groups: Sequence[Sequence[str]]) -> dict[str, gptq.Hessian]:
+    def hessians(
+        self, stage: RoundingStage, groups: Sequence[Sequence[str]]
+    ) -> dict[str, gptq.Hessian]:
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
-        hessians = {group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=self.fast) for group in groups}
+        hessians = {
+            group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=self.fast)
+            for group in groups
+        }
         stage.observe(dict(hessians))
         return hessians
 
@@ -192,7 +206,9 @@ class LayerRounder:
 
     def solve(self, group: Sequence[str], hessian: gptq.Hessian) -> gptq.Factor | None:
         """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
-        if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
+        if not hessian.tokens and self.layer.experts_of(
+            group[0]
+        ):  # reported by the coverage of experts
             return None
         mean, reason = hessian.mean(), hessian.unusable()
         if mean is not None and not reason:
@@ -210,7 +226,10 @@ class LayerRounder:
     def largest_weights(self) -> dict[str, float]:
         """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
         names = [n for group in self.groups for n in group]
-        tops = {f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max()) for n in names}
+        tops = {
+            f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
+            for n in names
+        }
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def warn(self, group: Sequence[str], message: str) -> None:
@@ -255,7 +274,9 @@ class StreamRounder(LayerRounder):
         self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
         amax = {n: top[g[0]] for g in self.groups if g[0] in top for n in self.full(g)}
         shared = model.folder.family.largest_of_input(amax)
-        self.result.amax |= {n.removeprefix(f"{self.layer.name}."): value for n, value in shared.items()}
+        self.result.amax |= {
+            n.removeprefix(f"{self.layer.name}."): value for n, value in shared.items()
+        }
 
     def passes(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
         """Yield those that read one input: the linears before them are then rounded."""
@@ -272,7 +293,9 @@ class StreamRounder(LayerRounder):
         weights = [self.layer.linears[n].weight.detach().float() for n in group]
         sizes, weight = [len(w) for w in weights], torch.cat(weights)
         scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
-        scale = torch.cat([torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)])
+        scale = torch.cat(
+            [torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)]
+        )
         mean, reason, result = hessian.mean(), hessian.unusable(), None
         for raised in RAISED if mean is not None and not reason else ():
             assert mean is not None
@@ -283,11 +306,16 @@ class StreamRounder(LayerRounder):
                 break
             if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
                 if raised > 1:
-                    self.warn(group, f"{hessian.tokens} calibration tokens are few; damping raised {raised:g} times")
+                    self.warn(
+                        group,
+                        f"{hessian.tokens} calibration tokens are few; damping raised {raised:g} times",
+                    )
                 break
             result, reason = None, f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
         if result is None:
-            if hessian.tokens or not self.layer.experts_of(group[0]):  # else reported by the coverage of experts
+            if hessian.tokens or not self.layer.experts_of(
+                group[0]
+            ):  # else reported by the coverage of experts
                 self.warn(group, f"{reason}; rounded without error correction")
             result = gptq.nearest(weight, scale)
         start = 0
@@ -307,7 +335,10 @@ def by_input(groups: Iterable[list[str]]) -> list[list[list[str]]]:
 
 def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:
     """Return the largest relative change |value - weight| / |weight| of several weights; inf where one is not finite."""
-    changes = [float((v - w).norm() / w.norm().clamp_min(1e-30)) for v, w in zip(values, weights, strict=True)]
+    changes = [
+        float((v - w).norm() / w.norm().clamp_min(1e-30))
+        for v, w in zip(values, weights, strict=True)
+    ]
     return max(c if math.isfinite(c) else math.inf for c in changes)
 
 
@@ -326,12 +357,16 @@ def round_model(
     """
     folder = ModelFolder(job.model)
     if outside := [n for n in formats if not folder.family.in_decoder(n)]:
-        raise CheckpointError(f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}")
+        raise CheckpointError(
+            f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}"
+        )
     plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
-    if device_kind() == "cuda" and plan.scale == "sweep":  # StreamRounder chooses scales by no other rule
+    if (
+        device_kind() == "cuda" and plan.scale == "sweep"
+    ):  # StreamRounder chooses scales by no other rule
         model = DecoderLayers(folder, text.make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
         table = text.weight_table(method.token_weights(), model.device)
         rounder_of = partial(StreamRounder, source=list(model.states))
@@ -339,12 +374,18 @@ def round_model(
         shared = text.arrange(samples, share=text.can_share(folder))
         model = DecoderLayers(folder, shared.batches)
         table = shared.weight_table(method.token_weights(), model.device)
-        table = torch.zeros_like(table) if method.plain else table  # then only the largest inputs are needed
+        table = (
+            torch.zeros_like(table) if method.plain else table
+        )  # then only the largest inputs are needed
         rounder_of = LayerRounder
     task = RoundingTask(plan.formats, table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
     for layer in model:
-        left = f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left" if fresh else ""
+        left = (
+            f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left"
+            if fresh
+            else ""
+        )
         progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
         file, rounder = store / f"layer-{layer.index:04d}.safetensors", rounder_of(layer, task)
         if file.is_file():
@@ -361,12 +402,19 @@ def round_model(
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
         plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
     if method.norms:
-        plan.weights = tuned_norms(job, plan, samples, method.prompt, progress, store / "norms.safetensors")
+        plan.weights = tuned_norms(
+            job, plan, samples, method.prompt, progress, store / "norms.safetensors"
+        )
     return plan
 
 
 def round_head(
-    trial: Trial, rows: Sequence[Row], damping: float, scale: nvfp4.Scale, file: Path, progress: Progress
+    trial: Trial,
+    rows: Sequence[Row],
+    damping: float,
+    scale: nvfp4.Scale,
+    file: Path,
+    progress: Progress,
 ) -> nvfp4.Tensor:
     """Return the head in NVFP4, by GPTQ over the answers' tokens: the only positions whose logits are sampled.
 
@@ -402,8 +450,12 @@ def round_head(
         else gptq.round_columns(piece, solution, tensor_scale, scale)[0]
         for piece in trial.folder.rows(name)
     ]
-    codes, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "block_scale"))
-    packed = nvfp4.Tensor(codes, scales, parts[0].tensor_scale, (len(codes), codes.shape[1] * 2), GROUP)
+    codes, scales = (
+        np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "block_scale")
+    )
+    packed = nvfp4.Tensor(
+        codes, scales, parts[0].tensor_scale, (len(codes), codes.shape[1] * 2), GROUP
+    )
     LayerResult({HEAD: packed}).save(file)
     return packed
 
@@ -412,7 +464,9 @@ def one_per_layer(warnings: Sequence[str]) -> list[str]:
     """Return a layer's warnings, with one line for all experts whose warnings differ only in numbers."""
     alike: dict[str, list[str]] = {}
     for warning in warnings:
-        alike.setdefault(NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []).append(warning)
+        alike.setdefault(
+            NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []
+        ).append(warning)
     return [
         first if not more else f"{first} ({len(more)} more of this layer's experts: alike)"
         for first, *more in alike.values()

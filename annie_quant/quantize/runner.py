@@ -113,7 +113,12 @@ def run(
     key = None
     if part.resume_key:
         kv_text = [sha256_of(job.calib_data), job.calib_samples] if kv_cache == "fp8" else None
-        key = {"strategy": part.name, "version": __version__, "kv_text": kv_text, **part.resume_key(job)}
+        key = {
+            "strategy": part.name,
+            "version": __version__,
+            "kv_text": kv_text,
+            **part.resume_key(job),
+        }
     # Under a launcher of several processes the first one writes; the others only compute.
     first = rank == 0
     target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank}")
@@ -148,7 +153,13 @@ def run(
     seconds = round(time.monotonic() - start, 2)
     size = expected_bytes(ModelFolder(job.model), plan.formats)
     return QuantizeResult(
-        part.name, str(output), seconds, size, weight_bytes(job.output), weight_bytes(job.model), notes_on(job.model)
+        part.name,
+        str(output),
+        seconds,
+        size,
+        weight_bytes(job.output),
+        weight_bytes(job.model),
+        notes_on(job.model),
     )
 
 
@@ -171,7 +182,9 @@ def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
     return rule
 
 
-def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress) -> None:
+def write(
+    part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress
+) -> None:
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
     if plan.tokens:
         from annie_quant.quantize.input_stats import coverage_line
@@ -211,7 +224,9 @@ def weight_bytes(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
-def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> tuple[list[str], str | None]:
+def prompts_of(
+    calib_data: Path | None, persona: str | None, allow: bool
+) -> tuple[list[str], str | None]:
     """Return the hashes of the conversations' system prompts, and a sentence where they are not production's prompt.
 
     Raises UsageError where they are not the production prompt (see check_prompt_hash), unless `allow`.
@@ -220,5 +235,7 @@ def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> tup
         return [], None
     rows = read_conversations(calib_data)
     mismatch = check_prompt_hash(rows, persona, allow=allow)
-    systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
+    systems = {
+        row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"
+    }
     return sorted(sha256_text(s) for s in systems), mismatch

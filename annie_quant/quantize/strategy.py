@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
-KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
+KEPT_INPUTS = (
+    4 << 30
+)  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
@@ -35,7 +37,9 @@ def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
     if weight_bytes >= FLOAT32_BYTES and on_cpu:
         import torch
 
-        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return not (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
     return weight_bytes < FLOAT32_BYTES
 
 
@@ -59,7 +63,9 @@ def option(default: Default, help: str, choices: tuple[Default, ...] = ()) -> De
 
 
 def activations_option() -> str:
-    return option("4", "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", ("4", "16"))
+    return option(
+        "4", "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", ("4", "16")
+    )
 
 
 def four_bit_format(activations: str) -> str:
@@ -104,7 +110,9 @@ class Job(Generic[OptionsType]):
 
     def key(self) -> dict[str, object]:
         """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
-        options = {n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT}
+        options = {
+            n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT
+        }
         return {
             "layout": 2,  # of the stored layers (rounding.LayerResult)
             "model": source_key(ModelFolder(self.model)),
@@ -119,7 +127,9 @@ class Job(Generic[OptionsType]):
 
     def work_folder(self) -> Path:
         """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
-        return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if launcher_rank() else 0.0)
+        return keyed_folder(
+            self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if launcher_rank() else 0.0
+        )
 
     def remove(self, name: str) -> None:
         """Remove a folder inside the work folder."""
@@ -209,15 +219,20 @@ class Strategy:
         parsed = {}
         for name, value in values.items():
             if name not in known:
-                listed = "; ".join(f"{n} (default {f.default!r}): {f.metadata['help']}" for n, f in known.items())
-                raise UsageError(f"{self.name} has no setting {name!r}", f"it has: {listed or 'none'}")
+                listed = "; ".join(
+                    f"{n} (default {f.default!r}): {f.metadata['help']}" for n, f in known.items()
+                )
+                raise UsageError(
+                    f"{self.name} has no setting {name!r}", f"it has: {listed or 'none'}"
+                )
             default: Any = known[name].default
             choices = known[name].metadata["choices"]
             try:
                 parsed[name] = type(default)(value)
             except ValueError:
                 raise UsageError(
-                    f"{name}={value}: expected a value such as {default!r}", known[name].metadata["help"]
+                    f"{name}={value}: expected a value such as {default!r}",
+                    known[name].metadata["help"],
                 ) from None
             if choices and parsed[name] not in choices:
                 raise UsageError(f"{name}={value}", f"choose {' or '.join(map(str, choices))}")

@@ -37,21 +37,55 @@ TO_INTEGER = tl.constexpr(
 
 @triton.jit
 def prepare(
-    query, key, value, log_decay, beta, q_out, w_out, u_out, within_out, k_out, decay_out, steps, heads, chunks,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, b_b, b_t, b_h, root,
-    norm: tl.constexpr, size: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    q_out,
+    w_out,
+    u_out,
+    within_out,
+    k_out,
+    decay_out,
+    steps,
+    heads,
+    chunks,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    g_b,
+    g_t,
+    g_h,
+    b_b,
+    b_t,
+    b_h,
+    root,
+    norm: tl.constexpr,
+    size: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
+    precision: tl.constexpr,
+):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = row // heads, row % heads
     i, columns = tl.arange(0, size), tl.arange(0, dk)
     t = chunk * size + i
     live = t < steps
-    k = tl.load(key + b * k_b + h * k_h + t[:, None] * k_t + columns[None, :], mask=live[:, None], other=0.0).to(
-        tl.float32
-    )
+    k = tl.load(
+        key + b * k_b + h * k_h + t[:, None] * k_t + columns[None, :], mask=live[:, None], other=0.0
+    ).to(tl.float32)
     if norm:
         k = k * (1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
-    log = tl.cumsum(tl.load(log_decay + b * g_b + h * g_h + t * g_t, mask=live, other=0.0).to(tl.float32), 0)
+    log = tl.cumsum(
+        tl.load(log_decay + b * g_b + h * g_h + t * g_t, mask=live, other=0.0).to(tl.float32), 0
+    )
     strength = tl.load(beta + b * b_b + h * b_h + t * b_t, mask=live, other=0.0).to(tl.float32)
     # Transposed: [j, i] holds what step i reads of step j before it.
     before = i[:, None] < i[None, :]
@@ -68,24 +102,30 @@ def prepare(
         change = tl.sum(factors[:, None] * diagonal, 0)
         diagonal = tl.where(same & (i[:, None] % 16 == r), diagonal - change[None, :], diagonal)
     other = tl.dot(diagonal, tl.trans(tl.where(same, 0.0, lower)), input_precision="ieee")
-    inverse = tl.dot(eye - other, eye + tl.dot(other, other, input_precision="ieee"), input_precision="ieee")
+    inverse = tl.dot(
+        eye - other, eye + tl.dot(other, other, input_precision="ieee"), input_precision="ieee"
+    )
     inverse = tl.dot(inverse, diagonal, input_precision="ieee")
     place = row * chunks + chunk
     keys = place * size * dk + i[:, None] * dk + columns[None, :]
     growth = tl.exp(log)
     last = tl.sum(tl.where(i == size - 1, log, 0.0), 0)
     tl.store(decay_out + place, tl.exp(last))
-    tl.store(w_out + keys, tl.dot(inverse, k * (growth * strength)[:, None], input_precision=precision))
+    tl.store(
+        w_out + keys, tl.dot(inverse, k * (growth * strength)[:, None], input_precision=precision)
+    )
     tl.store(k_out + keys, k * tl.exp(last - log)[:, None])
     wide = tl.arange(0, dv)
-    v = tl.load(value + b * v_b + h * v_h + t[:, None] * v_t + wide[None, :], mask=live[:, None], other=0.0).to(
-        tl.float32
-    )
+    v = tl.load(
+        value + b * v_b + h * v_h + t[:, None] * v_t + wide[None, :], mask=live[:, None], other=0.0
+    ).to(tl.float32)
     u = tl.dot(inverse, v * strength[:, None], input_precision=precision)
     tl.store(u_out + place * size * dv + i[:, None] * dv + wide[None, :], u)
-    q = tl.load(query + b * q_b + h * q_h + t[:, None] * q_t + columns[None, :], mask=live[:, None], other=0.0).to(
-        tl.float32
-    )
+    q = tl.load(
+        query + b * q_b + h * q_h + t[:, None] * q_t + columns[None, :],
+        mask=live[:, None],
+        other=0.0,
+    ).to(tl.float32)
     if norm:
         q = q * (1.0 / tl.sqrt(tl.sum(q * q, 1) + 1e-6))[:, None]
     q = q * root
@@ -98,18 +138,40 @@ def prepare(
 
 @triton.jit
 def scan_forward(
-    q_in, w_in, u_in, within_in, k_in, decay_in, out, steps, heads, chunks, o_b, o_t, o_h,
-    size: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, part: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
+    q_in,
+    w_in,
+    u_in,
+    within_in,
+    k_in,
+    decay_in,
+    out,
+    steps,
+    heads,
+    chunks,
+    o_b,
+    o_t,
+    o_h,
+    size: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
+    part: tl.constexpr,
+    precision: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
-    i, columns, wide = tl.arange(0, size), tl.arange(0, dk), tl.program_id(1) * part + tl.arange(0, part)
+    i, columns, wide = (
+        tl.arange(0, size),
+        tl.arange(0, dk),
+        tl.program_id(1) * part + tl.arange(0, part),
+    )
     state = tl.zeros((dk, part), tl.float32)
     for chunk in range(0, chunks):
         place = row * chunks + chunk
         keys = place * size * dk + i[:, None] * dk + columns[None, :]
         values = place * size * dv + i[:, None] * dv + wide[None, :]
-        new = tl.load(u_in + values) - tl.dot(tl.load(w_in + keys), state, input_precision=precision)
+        new = tl.load(u_in + values) - tl.dot(
+            tl.load(w_in + keys), state, input_precision=precision
+        )
         within = tl.load(within_in + place * size * size + i[:, None] * size + i[None, :])
         result = tl.dot(tl.load(q_in + keys), state, input_precision=precision)
         result += tl.dot(within, new, input_precision=precision)
@@ -143,7 +205,9 @@ def gated_delta_rule(
     """
     (batch, steps, heads, dk), dv = key.shape, value.shape[-1]
     if dk not in SIZES or dv not in SIZES:
-        return deltanet.gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return deltanet.gated_delta_rule(
+            query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+        )
     query, key, value = (rows_of_one(part) for part in (query, key, value))
     chunks, rows = triton.cdiv(steps, CHUNK), batch * heads
     q, w, k = (key.new_empty(rows, chunks, CHUNK, dk, dtype=torch.float32) for _ in range(3))
@@ -153,23 +217,78 @@ def gated_delta_rule(
     precision = "tf32" if query.dtype == torch.bfloat16 else "ieee"
     strides = [s for part in (query, key, value, g, beta) for s in part.stride()[:3]]
     prepare[(chunks, rows)](
-        query, key, value, g, beta, q, w, u, within, k, decay, steps, heads, chunks, *strides, dk**-0.5,
-        norm=use_qk_l2norm_in_kernel, size=CHUNK, dk=dk, dv=dv, precision=precision, num_warps=8, num_stages=1,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        g,
+        beta,
+        q,
+        w,
+        u,
+        within,
+        k,
+        decay,
+        steps,
+        heads,
+        chunks,
+        *strides,
+        dk**-0.5,
+        norm=use_qk_l2norm_in_kernel,
+        size=CHUNK,
+        dk=dk,
+        dv=dv,
+        precision=precision,
+        num_warps=8,
+        num_stages=1,
+    )
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
     part = min(VALUES, dv)
     scan_forward[(rows, dv // part)](
-        q, w, u, within, k, decay, out, steps, heads, chunks, out.stride(0), out.stride(1), out.stride(2),
-        size=CHUNK, dk=dk, dv=dv, part=part, precision=precision, num_warps=8, num_stages=1,
-    )  # fmt: skip
+        q,
+        w,
+        u,
+        within,
+        k,
+        decay,
+        out,
+        steps,
+        heads,
+        chunks,
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        size=CHUNK,
+        dk=dk,
+        dv=dv,
+        part=part,
+        precision=precision,
+        num_warps=8,
+        num_stages=1,
+    )
     return out, None
 
 
 @triton.jit
 def conv_forward(
-    x, weight, bias, out, steps, channels, x_b, x_c, x_t, o_b, o_c, o_t, w_c,
-    width: tl.constexpr, has_bias: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    steps,
+    channels,
+    x_b,
+    x_c,
+    x_t,
+    o_b,
+    o_c,
+    o_t,
+    w_c,
+    width: tl.constexpr,
+    has_bias: tl.constexpr,
+    silu: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * rows + tl.arange(0, rows)
     c = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -179,26 +298,50 @@ def conv_forward(
     for i in tl.static_range(width):
         source = t - (width - 1) + i
         mask = ((source >= 0) & (source < steps))[:, None] & (c < channels)[None, :]
-        value = tl.load(x + b * x_b + source[:, None] * x_t + c[None, :] * x_c, mask=mask, other=0.0).to(tl.float32)
-        total += value * tl.load(weight + c * w_c + i, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        value = tl.load(
+            x + b * x_b + source[:, None] * x_t + c[None, :] * x_c, mask=mask, other=0.0
+        ).to(tl.float32)
+        total += (
+            value
+            * tl.load(weight + c * w_c + i, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        )
     if silu:
         total = total / (1 + tl.exp(-total))
     mask = (t < steps)[:, None] & (c < channels)[None, :]
-    tl.store(out + b * o_b + t[:, None] * o_t + c[None, :] * o_c, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + b * o_b + t[:, None] * o_t + c[None, :] * o_c,
+        total.to(out.dtype.element_ty),
+        mask=mask,
+    )
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    **_: object,
 ) -> torch.Tensor:
     """deltanet.causal_conv, summed in float32. cuDNN's depthwise convolution of bfloat16 takes far longer."""
     out, weight = torch.empty_like(x), rows_of_one(weight)
     batch, channels, steps = x.shape
     grid = (triton.cdiv(steps, CONV_STEPS), triton.cdiv(channels, CONV_CHANNELS), batch)
     conv_forward[grid](
-        x, weight, bias, out, steps, channels, *x.stride(), *out.stride(), weight.stride(0),
-        width=weight.shape[-1], has_bias=bias is not None, silu=activation in ("silu", "swish"),
-        rows=CONV_STEPS, columns=CONV_CHANNELS,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        out,
+        steps,
+        channels,
+        *x.stride(),
+        *out.stride(),
+        weight.stride(0),
+        width=weight.shape[-1],
+        has_bias=bias is not None,
+        silu=activation in ("silu", "swish"),
+        rows=CONV_STEPS,
+        columns=CONV_CHANNELS,
+    )
     return out
 
 
@@ -231,9 +374,23 @@ def e4m3_value(code):
 
 @triton.jit
 def round_block(
-    w, upper, tensor_scale, errors, codes, chosen, steps, loss, start, rows, w_stride, errors_stride, upper_stride, low,
-    count: tl.constexpr, rows_of_program: tl.constexpr,
-):  # fmt: skip
+    w,
+    upper,
+    tensor_scale,
+    errors,
+    codes,
+    chosen,
+    steps,
+    loss,
+    start,
+    rows,
+    w_stride,
+    errors_stride,
+    upper_stride,
+    low,
+    count: tl.constexpr,
+    rows_of_program: tl.constexpr,
+):
     row = (tl.program_id(0) * rows_of_program + tl.arange(0, rows_of_program)).to(tl.int64)
     live = row < rows
     column = tl.arange(0, 16)
@@ -272,10 +429,14 @@ def round_block(
         best_q = tl.where(better[:, None], q_all, best_q)
         best_error = tl.where(better[:, None], error_all, best_error)
     tl.store(codes + at, best_q, mask=live[:, None])
-    tl.store(errors + row[:, None] * errors_stride + column[None, :], best_error, mask=live[:, None])
+    tl.store(
+        errors + row[:, None] * errors_stride + column[None, :], best_error, mask=live[:, None]
+    )
     tl.store(chosen + row, best_code.to(tl.uint8), mask=live)
     tl.store(steps + row, best_step, mask=live)
-    tl.store(loss + row, tl.load(loss + row, mask=live, other=0.0) + least.to(tl.float64), mask=live)
+    tl.store(
+        loss + row, tl.load(loss + row, mask=live, other=0.0) + least.to(tl.float64), mask=live
+    )
 
 
 def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
@@ -284,6 +445,16 @@ def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
     outputs = (errors, state.codes, state.chosen[index], state.steps[index], state.loss)
     strides = (w.stride(0), errors.stride(0), state.upper.stride(0))
     round_block[(triton.cdiv(len(w), ROWS),)](
-        w, state.upper, state.tensor_scale, *outputs, start, len(w), *strides, candidates.start,
-        count=len(candidates), rows_of_program=ROWS, num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+        w,
+        state.upper,
+        state.tensor_scale,
+        *outputs,
+        start,
+        len(w),
+        *strides,
+        candidates.start,
+        count=len(candidates),
+        rows_of_program=ROWS,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

@@ -47,7 +47,9 @@ def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     files = pages.render(run, figures) | {"results.csv": tables.csv_text(run)}
     for figure in figures:
         for panel, canvas in figure.panels:
-            name = "".join(ch if ch.isalnum() and ch.isascii() else "-" for ch in panel).strip("-")[:80]
+            name = "".join(ch if ch.isalnum() and ch.isascii() else "-" for ch in panel).strip("-")[
+                :80
+            ]
             stem = figure.key if panel == figure.key else f"{figure.key}-{name}"
             files[f"plots/{stem}.svg"] = canvas.document()
     return {name: text.encode("utf-8", "replace").decode() for name, text in files.items()}
@@ -63,5 +65,7 @@ def verify(run_dir: str | os.PathLike) -> Recount:
 
     check = check_figures(load(run_dir))
     if check is None or not check.compared:
-        raise UsageError(f"{run_dir}: no served figures with records to verify", "annie-quant bench --output DIR")
+        raise UsageError(
+            f"{run_dir}: no served figures with records to verify", "annie-quant bench --output DIR"
+        )
     return check

@@ -134,7 +134,12 @@ def _eval_results(run: LoadedRun, subject: Subject) -> list[EvalResult]:
             metric_type=gate,
             metric_name=f"{run.gate_title(gate)}, share that passes",
             metric_value=round(r.rate, 4),
-            metric_args={"passes": r.passes, "n": r.n, "low": round(r.low, 4), "high": round(r.high, 4)},
+            metric_args={
+                "passes": r.passes,
+                "n": r.n,
+                "low": round(r.low, 4),
+                "high": round(r.high, 4),
+            },
         )
         for side in run.sides_of(subject.name)
         for gate, r in side.deciding.items()
@@ -142,9 +147,15 @@ def _eval_results(run: LoadedRun, subject: Subject) -> list[EvalResult]:
 
 
 def _body(run: LoadedRun, subject: Subject) -> str:
-    sides, columns, summary = run.sides_of(subject.name), _columns(run, subject), subject.audit.summary
+    sides, columns, summary = (
+        run.sides_of(subject.name),
+        _columns(run, subject),
+        subject.audit.summary,
+    )
     rows, unreadable = _conversations(subject.calibration)
-    servers = {support.server.lower(): support for support in summary.servers if support.loads == "yes"}
+    servers = {
+        support.server.lower(): support for support in summary.servers if support.loads == "yes"
+    }
     speed = decode_speed.predict_if_readable(subject.folder, decode_speed.DEVICES["gb10"])
     return render_markdown(
         "card.md",
@@ -158,7 +169,9 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         summary=summary,
         predicted=speed and decode_speed.describe(speed),
         recipe=subject.recipe,
-        producer=documents.salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer,
+        producer=documents.salvage_or_default(
+            _QuantConfig, subject.folder / "hf_quant_config.json"
+        ).producer,
         gates=gate_figures(run, subject.name),
         weights=sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS],
         rows=rows,
@@ -207,7 +220,9 @@ def _command(subject: Subject, runtime: str) -> str:
     from annie_quant.ops import serving
 
     name = subject.repo_name
-    return serving.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")
+    return serving.command(Path(name), runtime=runtime).replace(
+        str(Path(name).resolve()), f"$PWD/{name}"
+    )
 
 
 def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
@@ -216,4 +231,6 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
     names = dict.fromkeys([REFERENCE, subject.name, *incumbents])
     models = [m for name in names for m in run.models if m.name == name]
     document = replace(run.document, aggregates=replace(run.aggregates, models=models))
-    return dataclasses.replace(run, document=document, sides=[s for name in names for s in run.sides_of(name)])
+    return dataclasses.replace(
+        run, document=document, sides=[s for name in names for s in run.sides_of(name)]
+    )

@@ -17,7 +17,18 @@ from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import count, ends, name, significant, size
 from annie_quant.report.recheck import quantile, values
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel
-from annie_quant.report.svg import ROWS_LEFT, ROWS_TOP, WIDE, WIDTH, Drawing, Figure, log_ticks, plain, scale, ticks
+from annie_quant.report.svg import (
+    ROWS_LEFT,
+    ROWS_TOP,
+    WIDE,
+    WIDTH,
+    Drawing,
+    Figure,
+    log_ticks,
+    plain,
+    scale,
+    ticks,
+)
 
 
 def draw(run: LoadedRun) -> list[Figure]:
@@ -38,7 +49,12 @@ def _gate_panel(run: LoadedRun, gate: str) -> Drawing:
     ys, bottom = _rows(19, len(sides))
     right = 30 + 6.6 * max(len(f"{r.passes}/{r.n}") for r in results)
     values = {
-        **{"run": run, "gate": gate, "informs": all(r.advisory for r in results), "thresholds": thresholds},
+        **{
+            "run": run,
+            "gate": gate,
+            "informs": all(r.advisory for r in results),
+            "thresholds": thresholds,
+        },
         **{"x": scale(start, 1.0, ROWS_LEFT, WIDTH - right), "marks": ticks(start, 1.0, 4)},
         **{"rows": list(zip(sides, results, ys, strict=True)), "left": ROWS_LEFT, "bottom": bottom},
     }
@@ -109,7 +125,9 @@ def size_and_gates(run: LoadedRun) -> Figure:
 def _size_panel(run: LoadedRun, points: list[_Point]) -> Drawing:
     left, top = 52, 20
     largest = max(p.size_bytes for p in points)
-    unit, unit_bytes = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= u[1]), ("B", 1.0))
+    unit, unit_bytes = next(
+        (u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= u[1]), ("B", 1.0)
+    )
     start = math.floor(min(p.result.low for p in points) * 5) / 5
     x, y = scale(0, largest * 1.12, left, WIDE - 14), scale(start, 1.0, SIZE_BOTTOM, top)
     placed: dict[str, int] = {}
@@ -118,7 +136,12 @@ def _size_panel(run: LoadedRun, points: list[_Point]) -> Drawing:
         placed[p.side.model] = placed.get(p.side.model, -1) + 1
         marks.append((p, x(p.size_bytes) + 10 * placed[p.side.model]))
     values = {
-        **{"run": run, "unit": unit, "write": lambda value: plain(value / unit_bytes), "y_marks": ticks(start, 1, 5)},
+        **{
+            "run": run,
+            "unit": unit,
+            "write": lambda value: plain(value / unit_bytes),
+            "y_marks": ticks(start, 1, 5),
+        },
         "marks": [t * unit_bytes for t in ticks(0, largest * 1.12 / unit_bytes, 7)],
         "front": [(x(size_bytes), y(rate)) for size_bytes, rate in _front(points)],
         "names": _model_names(run, {p.side.model: p.size_bytes for p in points}, x),
@@ -131,7 +154,10 @@ def _front(points: list[_Point]) -> list[tuple[int, float]]:
     """Return (size, rate) of the models whose worst side no smaller model reaches; [] for a single one."""
     worst: dict[str, tuple[int, float]] = {}
     for p in points:
-        worst[p.side.model] = (p.size_bytes, min(p.result.rate, worst.get(p.side.model, (0, 1.0))[1]))
+        worst[p.side.model] = (
+            p.size_bytes,
+            min(p.result.rate, worst.get(p.side.model, (0, 1.0))[1]),
+        )
     front: list[tuple[int, float]] = []
     for size_bytes, rate in sorted(worst.values(), key=lambda w: (w[0], -w[1])):
         if not front or rate > front[-1][1]:
@@ -171,7 +197,11 @@ def kl_divergence(run: LoadedRun) -> Figure:
     if not measured:
         return figure
     figure.panels.append(("overall", _overall(run, measured)))
-    for part, title in (("by_class", "by token class"), ("by_category", "by category"), ("by_layer", "by layer")):
+    for part, title in (
+        ("by_class", "by token class"),
+        ("by_category", "by category"),
+        ("by_layer", "by layer"),
+    ):
         rows = [(side, _means(kl, part)) for side, kl in measured]
         if any(means for _, means in rows):
             figure.panels.append((part, _breakdown(run, title, rows)))
@@ -190,26 +220,39 @@ def _means(kl: KLSummary, part: str) -> dict[str, float]:
 def _range(values: Iterable[float]) -> tuple[float, float]:
     """Return the powers of ten around the values."""
     values = [max(v, LEAST) for v in values]
-    return 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values) * 1.0001))
+    return 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(
+        math.log10(max(values) * 1.0001)
+    )
 
 
 def _overall(run: LoadedRun, measured: Measured) -> Drawing:
     ys, bottom = _rows(21, len(measured))
     low, high = _range(v for _, kl in measured for v in (kl.median, kl.mean, kl.p99))
     values = {
-        **{"run": run, "x": scale(low, high, ROWS_LEFT, WIDTH - 52, log=True), "marks": log_ticks(low, high)},
+        **{
+            "run": run,
+            "x": scale(low, high, ROWS_LEFT, WIDTH - 52, log=True),
+            "marks": log_ticks(low, high),
+        },
         "rows": [(side, kl, y) for (side, kl), y in zip(measured, ys, strict=True)],
         **{"left": ROWS_LEFT, "bottom": bottom},
     }
     return Drawing("divergence", WIDTH, bottom + 24, "KL divergence, All tokens", values)
 
 
-def _breakdown(run: LoadedRun, title: str, rows: list[tuple[OfflineModel, dict[str, float]]]) -> Drawing:
+def _breakdown(
+    run: LoadedRun, title: str, rows: list[tuple[OfflineModel, dict[str, float]]]
+) -> Drawing:
     keys = list(dict.fromkeys(key for _, means in rows for key in means))
     ys, bottom = _rows(19, len(keys))
     low, high = _range(v for _, means in rows for v in means.values())
     values = {
-        **{"run": run, "title": f"Mean, {title}", "rows": rows, "keys": list(zip(keys, ys, strict=True))},
+        **{
+            "run": run,
+            "title": f"Mean, {title}",
+            "rows": rows,
+            "keys": list(zip(keys, ys, strict=True)),
+        },
         **{"x": scale(low, high, ROWS_LEFT, WIDTH - 14, log=True), "marks": log_ticks(low, high)},
         **{"left": ROWS_LEFT, "bottom": bottom},
     }
@@ -245,15 +288,27 @@ class Axis:
 
 
 def line_chart(
-    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[ServedModel, list[Point]]]
+    run: LoadedRun,
+    title: str,
+    description: str,
+    across: Axis,
+    up: Axis,
+    lines: list[tuple[ServedModel, list[Point]]],
 ) -> Drawing:
     x, y = scale(across.low, across.high, LEFT, RIGHT), scale(up.low, up.high, BOTTOM, TOP)
     drawn = []
     for index, (side, points) in enumerate(lines):
         shift = 5 * (index - (len(lines) - 1) / 2)
-        drawn.append((run.series(side.model), [((x(p.x) + (shift if p.tip else 0), y(p.y)), p) for p in points]))
+        drawn.append(
+            (
+                run.series(side.model),
+                [((x(p.x) + (shift if p.tip else 0), y(p.y)), p) for p in points],
+            )
+        )
     names, previous = [], -99.0
-    for at, side in sorted([(y(points[-1].y), side) for side, points in lines], key=lambda end: end[0]):
+    for at, side in sorted(
+        [(y(points[-1].y), side) for side, points in lines], key=lambda end: end[0]
+    ):
         previous = max(at, previous + 15)  # names do not overlap
         names.append((run.label(side.model), run.series(side.model), previous))
     values = {
@@ -293,8 +348,13 @@ def by_turn(run: LoadedRun) -> Figure:
         f"{run.label(s.model)}: " + ", ".join(f"turn {p.x:g} {significant(p.y)} ms" for p in points)
         for s, points in lines
     ]
-    turns, times = Axis("turn", 1, last, range(1, last + 1)), Axis("TTFT content, ms", 0, high, ticks(0, high))
-    figure.panels.append(("turns", line_chart(run, "TTFT over turns", "; ".join(models), turns, times, lines)))
+    turns, times = (
+        Axis("turn", 1, last, range(1, last + 1)),
+        Axis("TTFT content, ms", 0, high, ticks(0, high)),
+    )
+    figure.panels.append(
+        ("turns", line_chart(run, "TTFT over turns", "; ".join(models), turns, times, lines))
+    )
     return figure
 
 
@@ -321,12 +381,19 @@ def distributions(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
 def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Drawing:
     left, top, bottom, right = 30, 42, 160, WIDTH - 8
     low = min(ordered[0] for _, ordered in curves)
-    high = max(ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0 for _, ordered in curves)
+    high = max(
+        ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0
+        for _, ordered in curves
+    )
     high = high if high > low else low + max(abs(low) * 0.1, 0.1)
     log = low > 0 and high / low > 20
     x, y = scale(low, high, left, right, log), scale(0, 1, bottom, top)
     values = {
-        **{"run": run, "title": name(workload), "counts": ends([len(ordered) for _, ordered in curves])},
+        **{
+            "run": run,
+            "title": name(workload),
+            "counts": ends([len(ordered) for _, ordered in curves]),
+        },
         "marks": log_ticks(low, high) if log else ticks(low, high, 5),
         "curves": [
             (
@@ -368,7 +435,12 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     left, top, right = 132, 14, WIDE - 86
     bottom = top + 34 * len(streams)
     end = max(times[-1] for _, times in streams) or 1.0
-    values = {"run": run, "streams": streams, "x": scale(0, end, left, right), "marks": ticks(0, end, 7)}
+    values = {
+        "run": run,
+        "streams": streams,
+        "x": scale(0, end, left, right),
+        "marks": ticks(0, end, 7),
+    }
     values |= {"left": left, "top": top, "bottom": bottom, "right": right}
     drawing = Drawing("streams", WIDE, bottom + 34, "Single streams over time", values)
     figure.panels.append(("streams", drawing))
@@ -398,7 +470,9 @@ def by_length(run: LoadedRun) -> Figure:
         if (times := mean_times(side.data)) is not None:
             ttft, tpot, n_workloads = times
             lines.append((side, [Point(0, ttft), Point(LONGEST, ttft + LONGEST * tpot)]))
-            models.append(f"{run.label(side.model)}: {significant(ttft)} ms + {significant(tpot)} ms per token")
+            models.append(
+                f"{run.label(side.model)}: {significant(ttft)} ms + {significant(tpot)} ms per token"
+            )
             counts.append(n_workloads)
     if len(lines) < 2:
         return figure
@@ -410,7 +484,9 @@ def by_length(run: LoadedRun) -> Figure:
     tokens = Axis("tokens of the answer", 0, LONGEST, ticks(0, LONGEST, 5))
     up = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
-    figure.panels.append(("crossover", line_chart(run, title, "; ".join(models), tokens, up, lines)))
+    figure.panels.append(
+        ("crossover", line_chart(run, title, "; ".join(models), tokens, up, lines))
+    )
     return figure
 
 
@@ -418,7 +494,15 @@ def _crossings(run: LoadedRun) -> str:
     labels = {s.name: run.label(s.model) for s in run.served}
     sentences = []
     for row in run.aggregates.crossover:
-        if row.tokens and row.tokens <= 10 * LONGEST and row.faster_when_short != row.faster_when_long:
-            short, long = (labels.get(b, name(b)) for b in (row.faster_when_short, row.faster_when_long))
-            sentences.append(f" {short} is faster below {significant(row.tokens)} tokens, {long} above.")
+        if (
+            row.tokens
+            and row.tokens <= 10 * LONGEST
+            and row.faster_when_short != row.faster_when_long
+        ):
+            short, long = (
+                labels.get(b, name(b)) for b in (row.faster_when_short, row.faster_when_long)
+            )
+            sentences.append(
+                f" {short} is faster below {significant(row.tokens)} tokens, {long} above."
+            )
     return "".join(sentences)

@@ -40,7 +40,10 @@ def dimensions(run: LoadedRun) -> Table | None:
         ("runtime", lambda r, s: Cell(s.data.runtime or DASH, _identity(r, s).version or "")),
         ("fine-tuning", _weights),
         ("quantization", _format),
-        ("model on disk", lambda r, s: Cell(size(r.model(s.model).size_bytes), key=f"size|{s.model}")),
+        (
+            "model on disk",
+            lambda r, s: Cell(size(r.model(s.model).size_bytes), key=f"size|{s.model}"),
+        ),
         ("memory, idle", lambda r, s: _memory(s, "idle")),
         ("memory, 5 requests", lambda r, s: _memory(s, "five")),
         (f"cache at {count(CONTEXT)} tokens", _cache),
@@ -75,7 +78,11 @@ def _weights(run: LoadedRun, side: ServedModel) -> Cell:
     sources = {str(_identity(run, s).meta.get("source") or "") for s in both}
     if sources == {""}:
         return Cell("not on record")
-    return Cell("the same weights on both sides" if len(sources) == 1 else "differs, or not on record of both")
+    return Cell(
+        "the same weights on both sides"
+        if len(sources) == 1
+        else "differs, or not on record of both"
+    )
 
 
 def _format(run: LoadedRun, side: ServedModel) -> Cell:
@@ -96,7 +103,9 @@ def _speed(side: ServedModel, gate: str, metric: str) -> Cell:
 
 def _greeting(run: LoadedRun, side: ServedModel) -> Cell:
     greeting = side.data.workloads.get("greeting")
-    return _with_n(metric_cell(side, "greeting", "ttft_content_ms"), greeting.n if greeting else None)
+    return _with_n(
+        metric_cell(side, "greeting", "ttft_content_ms"), greeting.n if greeting else None
+    )
 
 
 def _with_n(cell: Cell, n: int | None) -> Cell:
@@ -115,14 +124,18 @@ def _cache(run: LoadedRun, side: ServedModel) -> Cell:
     model = run.model(side.model).size_bytes
     limit = f" at {count(tokens)} tokens, its limit" if tokens < CONTEXT else ""
     total = f"with the model {size(size_bytes + model)}" if model else ""
-    return Cell(f"{size(size_bytes)}{limit}", f"{total}, computed for 16-bit caches", f"cache|{side.model}")
+    return Cell(
+        f"{size(size_bytes)}{limit}", f"{total}, computed for 16-bit caches", f"cache|{side.model}"
+    )
 
 
 def _config(run: LoadedRun, side: ServedModel) -> AttentionShape:
     """Return config.json of the model, or of another model of the run: all are forms of one model. Empty where there is none."""
     folders = (run.folder_of(name) for name in (side.model, *(m.name for m in run.models)))
     folder = next(filter(None, folders), None)
-    config = salvage_or_default(_ServedConfig, folder / "config.json") if folder else _ServedConfig()
+    config = (
+        salvage_or_default(_ServedConfig, folder / "config.json") if folder else _ServedConfig()
+    )
     return config.text_config or config
 
 
@@ -130,13 +143,20 @@ def container(side: ServedModel) -> RecipeRuntime | None:
     """Return the runtime that serves the side from its container image, or None."""
     from annie_quant.ops.serving import RECIPE_RUNTIMES
 
-    return next((known for known in RECIPE_RUNTIMES if known.name in (side.data.runtime or "").lower()), None)
+    return next(
+        (known for known in RECIPE_RUNTIMES if known.name in (side.data.runtime or "").lower()),
+        None,
+    )
 
 
 def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
     if runtime := container(side):
         return Cell(f"{runtime.title} from its container image")
-    return Cell("one binary and one GGUF file" if "llama" in (side.data.runtime or "").lower() else "not on record")
+    return Cell(
+        "one binary and one GGUF file"
+        if "llama" in (side.data.runtime or "").lower()
+        else "not on record"
+    )
 
 
 def _context(run: LoadedRun, side: ServedModel) -> Cell:
@@ -155,7 +175,10 @@ def memory_budget(run: LoadedRun) -> Table | None:
     """Memory of both sides compared with the machine's budget. None where no candidate was served."""
     if run.candidate is None:
         return None
-    rows = [(title, decision.peak_bytes(s.data), f"memory|{s.key}|peak") for title, s in _sides(run).items()]
+    rows = [
+        (title, decision.peak_bytes(s.data), f"memory|{s.key}|peak")
+        for title, s in _sides(run).items()
+    ]
     if len(rows) == 2:
         peaks = [peak for _, peak, _ in rows if peak]
         rows.append(("both, while switching", sum(peaks) if len(peaks) == 2 else None, ""))
@@ -165,10 +188,20 @@ def memory_budget(run: LoadedRun) -> Table | None:
         ["highest seen", "left for the rest", "within budget"],
     )
     for title, peak, key in rows:
-        verdict = "undecided" if peak is None else "pass" if peak < decision.BUDGET_BYTES else "fail"
-        left = "none" if verdict == "fail" else DASH if peak is None else size(decision.BUDGET_BYTES - peak)
+        verdict = (
+            "undecided" if peak is None else "pass" if peak < decision.BUDGET_BYTES else "fail"
+        )
+        left = (
+            "none"
+            if verdict == "fail"
+            else DASH
+            if peak is None
+            else size(decision.BUDGET_BYTES - peak)
+        )
         figure = Cell("not measured") if peak is None else Cell(size(peak), key=key)
-        table.rows.append((title, [figure, Cell(left), Cell(ANSWERS[verdict], css=f"word {verdict}")]))
+        table.rows.append(
+            (title, [figure, Cell(left), Cell(ANSWERS[verdict], css=f"word {verdict}")])
+        )
     return table
 
 
@@ -213,9 +246,14 @@ def checklist_title(run: LoadedRun) -> str:
 
 
 def checklist_table(run: LoadedRun) -> Table:
-    table = Table(f"{checklist_title(run)}, from this run alone", "the candidate", ["outcome", "evidence"])
+    table = Table(
+        f"{checklist_title(run)}, from this run alone", "the candidate", ["outcome", "evidence"]
+    )
     for row in checklist(run):
-        cells = [Cell(ANSWERS[row.verdict], css=f"word {row.verdict}"), Cell(row.evidence, css="word")]
+        cells = [
+            Cell(ANSWERS[row.verdict], css=f"word {row.verdict}"),
+            Cell(row.evidence, css="word"),
+        ]
         table.rows.append((row.item, cells))
     return table
 
@@ -251,7 +289,9 @@ def decision_tree(run: LoadedRun) -> list[DecisionStep]:
     four_bits = {s.model for s in run.sides if s.how in ("W4A4", "W4A16")}
     models = [m.name for m in run.models if m.format == "NVFP4" or m.name in four_bits]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate
-    return [_model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))]
+    return [
+        _model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))
+    ]
 
 
 def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
@@ -275,7 +315,9 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
     text = end[verdict]
     if verdict == "fail" and decision.standing_of(run.aggregates, model) == "fragile":
         text = "fragile, keeps in one arithmetic what it loses in another: try the next strategy"
-    return DecisionStep(f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps)
+    return DecisionStep(
+        f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps
+    )
 
 
 def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
@@ -285,7 +327,9 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
         return []
     gates = [g for g in decision.deciding_gates(run.aggregates, model) if "+" in g.where]
     verdict = decision.combined([g.outcome for g in gates] or ["undecided"])
-    named = ", ".join(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass"))
+    named = ", ".join(
+        dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass")
+    )
     text = f"{len(members)} further arithmetics: {sum(g.outcome == 'pass' for g in gates)} of {len(gates)} gates kept"
     return [DecisionStep("; ".join(filter(None, [text, named])), verdict)]
 
@@ -295,8 +339,16 @@ def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     gates = side.deciding
     verdict = decision.combined([r.verdict for r in gates.values()] or ["undecided"])
     blamed = {gate: r for gate, r in gates.items() if r.verdict == verdict != "pass"}
-    named = ", ".join(f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}" for gate, r in blamed.items())
+    named = ", ".join(
+        f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}" for gate, r in blamed.items()
+    )
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
-    where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
-    text = f"{where}: {sum(r.verdict == 'pass' for r in gates.values())} of {len(gates)} gates {verb}"
+    where = (
+        "smoke test and gates behind a server"
+        if side.kind == "served"
+        else f"gates under {side.title}"
+    )
+    text = (
+        f"{where}: {sum(r.verdict == 'pass' for r in gates.values())} of {len(gates)} gates {verb}"
+    )
     return DecisionStep("; ".join(filter(None, [text, named])), verdict)

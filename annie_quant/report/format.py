@@ -63,10 +63,16 @@ def p_value(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     if value is None:
         return DASH
-    return f"{value:.1f}\u00a0s" if value < 90 else f"{int(value // 60)}\u00a0min\u00a0{value % 60:.0f}\u00a0s"
+    return (
+        f"{value:.1f}\u00a0s"
+        if value < 90
+        else f"{int(value // 60)}\u00a0min\u00a0{value % 60:.0f}\u00a0s"
+    )
 
 
-def interval(low: float | None, high: float | None, write: Callable[[float], str] = significant) -> str:
+def interval(
+    low: float | None, high: float | None, write: Callable[[float], str] = significant
+) -> str:
     """Both ends of an interval; "" where one is missing."""
     return "" if low is None or high is None else f"{write(low)}–{write(high)}"
 

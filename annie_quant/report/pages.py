@@ -34,7 +34,8 @@ _MARKED = {
         r"\*\*[^*\n]+\*\*|^#{1,6} .*$|^\s*[-*+•] |^\s*\d+\. |`[^`\n]+`|^```.*$|\|.*\|", re.MULTILINE
     ),
     "thinking_leak": re.compile(
-        r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*", re.I | re.MULTILINE
+        r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*",
+        re.I | re.MULTILINE,
     ),
     "stop": re.compile(r".{1,40}\Z", re.DOTALL),
 }
@@ -71,7 +72,11 @@ class ShownAnswer:
 
     @property
     def characters(self) -> int:
-        return sum(len(text) for text, _ in self.pieces) + len(self.reasoning) + sum(map(len, self.calls))
+        return (
+            sum(len(text) for text, _ in self.pieces)
+            + len(self.reasoning)
+            + sum(map(len, self.calls))
+        )
 
 
 @dataclass
@@ -122,7 +127,9 @@ def collect(run: LoadedRun) -> Browser:
         # Of several repeats the first that failed is shown, else the first.
         if earlier is None or (_failed(record) and not _failed(earlier)):
             answers[record.backend] = record
-    advisory = {gate for side in run.sides for gate, result in side.gates.items() if result.advisory}
+    advisory = {
+        gate for side in run.sides for gate, result in side.gates.items() if result.advisory
+    }
     ranks = {key: _rank(answers, advisory) for key, answers in groups.items()}
     faulty = sum(any(_failed(r) for r in answers.values()) for answers in groups.values())
     questions = _questions(run)
@@ -144,7 +151,15 @@ def _failed(record: RequestRecord) -> list[str]:
 
 
 def _differs(answers: ByBackend) -> bool:
-    return len({(r.answer.text, str([c.get("name") for c in r.answer.tool_calls])) for r in answers.values()}) > 1
+    return (
+        len(
+            {
+                (r.answer.text, str([c.get("name") for c in r.answer.tool_calls]))
+                for r in answers.values()
+            }
+        )
+        > 1
+    )
 
 
 def _rank(answers: ByBackend, advisory: set[str]) -> int:
@@ -168,7 +183,9 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
             texts = [m.get("content") for m in case.messages if m.get("role") == "user"]
             user = [each for each in texts if isinstance(each, str)]
             for turn, text in enumerate(case.turns or user[-1:]):
-                questions[workload.name, case.id, turn] = str(text)  # a turn of results is an object
+                questions[workload.name, case.id, turn] = str(
+                    text
+                )  # a turn of results is an object
     return questions
 
 
@@ -184,8 +201,13 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
     for side in run.served:
         if side.name in records:
             answer = _answer(run, side.model, records[side.name])
-            if sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning) > LONG_CHARACTERS:
-                answer.same_as = next((a.label for a in answers if not a.same_as and a.shown == answer.shown), "")
+            if (
+                sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning)
+                > LONG_CHARACTERS
+            ):
+                answer.same_as = next(
+                    (a.label for a in answers if not a.same_as and a.shown == answer.shown), ""
+                )
             answers.append(answer)
     gates = list(dict.fromkeys(gate for record in records.values() for gate in _failed(record)))
     text, _ = _cut(question, PROMPT_CHARACTERS)
@@ -201,10 +223,16 @@ def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
         record=record,
         pieces=marked(text, [] if error else failed),
         reasoning=_cut(record.answer.reasoning, ANSWER_CHARACTERS // 2)[0],
-        calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.answer.tool_calls[:8]],
+        calls=[
+            _cut(f"{c.get('name')}({c.get('arguments')})", 300)[0]
+            for c in record.answer.tool_calls[:8]
+        ],
         wrong_call=bool(CALL_GATES & set(failed)),
         faults=[
-            ("error" if gate == "error" else run.gate_title(gate), _cut(record.judgement.faults.get(gate, ""), 160)[0])
+            (
+                "error" if gate == "error" else run.gate_title(gate),
+                _cut(record.judgement.faults.get(gate, ""), 160)[0],
+            )
             for gate in failed
         ],
         note="; ".join(filter(None, [error, cut])),
@@ -213,7 +241,9 @@ def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
 
 def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
     """Split `text` into (piece, whether a failed gate is about it)."""
-    spans = sorted(m.span() for gate in failed if gate in _MARKED for m in _MARKED[gate].finditer(text))
+    spans = sorted(
+        m.span() for gate in failed if gate in _MARKED for m in _MARKED[gate].finditer(text)
+    )
     pieces, at = [], 0
     for start, end in spans:
         if start < end and start >= at:

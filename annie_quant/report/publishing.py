@@ -36,10 +36,23 @@ if TYPE_CHECKING:
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "hf_quant_config.json",
-    "tokenizer*.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.*", "*processor_config.json", "annie_quant.json", "LICENSE*", "NOTICE*",
-)  # fmt: skip
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "*processor_config.json",
+    "annie_quant.json",
+    "LICENSE*",
+    "NOTICE*",
+)
 REPORT_FILES = ("report.html", "report.md", "comparison.md", "results.csv")
 RECORD_FILES = ("records.jsonl", "inputs.json")
 
@@ -125,7 +138,8 @@ def prepare(
     base = base_model or _known_base(source)
     if not base:
         raise UsageError(
-            f"{source}: config.json does not name the Hub model of this one", "add --base-model OWNER/NAME"
+            f"{source}: config.json does not name the Hub model of this one",
+            "add --base-model OWNER/NAME",
         )
     unknown = check_identity(run, name, source)
     origin = source_of(run, name)
@@ -133,11 +147,21 @@ def prepare(
     problems = [f"audit: {f.message}" for f in audit.findings] + unknown + objections(run, name)
     calibration = Path(calib_data) if calib_data else run.folder / "calibration.jsonl"
     if calib_data and not calibration.is_file():
-        raise UsageError(f"{calibration}: no such file", "give --calib-data the conversations that were used")
+        raise UsageError(
+            f"{calibration}: no such file", "give --calib-data the conversations that were used"
+        )
     subject = card.Subject(
-        name=name, folder=source, audit=audit, repo_id=repo_id, base_model=base, license=license or _license(source),
-        compared=origin is not None, calibration=calibration, forced=forced, objections=tuple(problems) if forced else (),
-    )  # fmt: skip
+        name=name,
+        folder=source,
+        audit=audit,
+        repo_id=repo_id,
+        base_model=base,
+        license=license or _license(source),
+        compared=origin is not None,
+        calibration=calibration,
+        forced=forced,
+        objections=tuple(problems) if forced else (),
+    )
     text = card.render(run, subject)
     names = sorted(f.name for f in source.iterdir())
     uploadable = [n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in NAMES)]
@@ -147,14 +171,18 @@ def prepare(
     for path, file in files.items():
         if secret := secret_in(file):
             raise UsageError(
-                f"{path} contains {secret}; it cannot be published, not even with --force", f"check {file}"
+                f"{path} contains {secret}; it cannot be published, not even with --force",
+                f"check {file}",
             )
     folder = _stage(run.folder / "publish" / repo_id.replace("/", "--"), files, text)
     return UploadPlan(
         repo_id=repo_id,
         private=private,
         folder=folder,
-        files=[PlannedFile(p.relative_to(folder).as_posix(), p.stat().st_size) for p in sorted(_staged(folder))],
+        files=[
+            PlannedFile(p.relative_to(folder).as_posix(), p.stat().st_size)
+            for p in sorted(_staged(folder))
+        ],
         objections=problems,
         left_out=[n for n in names if n not in files and n != "README.md"],
         forced=forced,
@@ -181,11 +209,15 @@ def objections(run: LoadedRun, model: str) -> list[str]:
         problems.append("no gate was measured for this model")
     check = check_figures(run, sides)
     if check and check.differences:
-        problems.append(f"{len(check.differences)} of {check.compared} served figures differ from the records")
+        problems.append(
+            f"{len(check.differences)} of {check.compared} served figures differ from the records"
+        )
     problems += decision.blocking_of(run.aggregates, model)
     for name in sorted({s.model for s in sides if s.model in run.aggregates.offline}):
         if name not in run.evaluations:
-            problems.append(f"eval/{name}.json, from which offline figures are counted again, is missing or unreadable")
+            problems.append(
+                f"eval/{name}.json, from which offline figures are counted again, is missing or unreadable"
+            )
         elif name in run.evidence:
             problems.append(f"eval/{name}.json does not hold: {first(run.evidence[name])}")
     return problems
@@ -198,10 +230,15 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
     """
     evaluation = run.evaluations.get(model)
     files = evaluation.checkpoint_files if evaluation else None
-    recorded = {f"eval/{model}.json": files.sha256 if files else "", "run.json": run.model(model).model_sha256}
+    recorded = {
+        f"eval/{model}.json": files.sha256 if files else "",
+        "run.json": run.model(model).model_sha256,
+    }
     known = {where: sha256 for where, sha256 in recorded.items() if sha256}
     if not known:
-        return ["the run does not record the SHA-256 of the checkpoint that was measured: evaluate it again"]
+        return [
+            "the run does not record the SHA-256 of the checkpoint that was measured: evaluate it again"
+        ]
     actual = model_sha256(folder)
     for where, sha256 in known.items():
         if sha256 != actual:
@@ -226,7 +263,8 @@ def _only_model(run: LoadedRun) -> str:
     known = [m.name for m in run.models if m.name != REFERENCE]
     if len(known) != 1:
         raise UsageError(
-            f"{run.folder}: no candidate is named among {', '.join(known) or 'no models'}", "choose one: --model NAME"
+            f"{run.folder}: no candidate is named among {', '.join(known) or 'no models'}",
+            "choose one: --model NAME",
         )
     return known[0]
 
@@ -234,10 +272,14 @@ def _only_model(run: LoadedRun) -> str:
 def _folder(run: LoadedRun, name: str, checkpoint: str | os.PathLike | None) -> Path:
     names = [m.name for m in run.models]
     if name not in names:
-        raise UsageError(f"{run.folder}: there is no model {name!r}", f"choose one of: {', '.join(names)}")
+        raise UsageError(
+            f"{run.folder}: there is no model {name!r}", f"choose one of: {', '.join(names)}"
+        )
     folder = Path(checkpoint) if checkpoint else run.folder_of(name)
     if folder is None or not (folder / "config.json").is_file():
-        raise CheckpointError(f"{name}: its checkpoint folder is not known or not there", "add --checkpoint DIR")
+        raise CheckpointError(
+            f"{name}: its checkpoint folder is not known or not there", "add --checkpoint DIR"
+        )
     return folder
 
 
@@ -284,7 +326,9 @@ def _stage(folder: Path, files: dict[str, Path], text: str) -> Path:
 
 
 def _staged(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] != ".cache"]
+    return [
+        p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] != ".cache"
+    ]
 
 
 def upload(
@@ -313,32 +357,46 @@ def upload(
         _send(api, plan)
         missing = _missing_files(api, plan)
     except errors.OfflineModeIsEnabled as error:
-        raise EnvironmentFault("HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset HF_HUB_OFFLINE") from error
+        raise EnvironmentFault(
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset HF_HUB_OFFLINE"
+        ) from error
     except errors.HfHubHTTPError as error:
-        raise ServerError(f"the Hub refused: {_first_line(error)}", "check the token: hf auth whoami") from error
+        raise ServerError(
+            f"the Hub refused: {_first_line(error)}", "check the token: hf auth whoami"
+        ) from error
     except (RuntimeError, OSError) as error:
         raise ServerError(
-            f"the upload failed: {_first_line(error.__cause__ or error)}", "run the same command again: it resumes"
+            f"the upload failed: {_first_line(error.__cause__ or error)}",
+            "run the same command again: it resumes",
         ) from error
     if missing:
         # huggingface_hub's notes list them as uploaded; without the notes the next upload sends them.
         shutil.rmtree(plan.folder / ".cache", ignore_errors=True)
         raise ServerError(
-            f"the Hub lacks {', '.join(missing[:4])}, or has them in another size", "run the same command again"
+            f"the Hub lacks {', '.join(missing[:4])}, or has them in another size",
+            "run the same command again",
         )
-    return Uploaded(f"{api.endpoint}/{plan.repo_id}", plan.private, len(plan.files), plan.size_bytes)
+    return Uploaded(
+        f"{api.endpoint}/{plan.repo_id}", plan.private, len(plan.files), plan.size_bytes
+    )
 
 
 def _send(api: HfApi, plan: UploadPlan) -> None:
     """Use the large-folder upload, which resumes with and without Xet; upload_folder, its successor, only with Xet."""
     if not hasattr(api, "upload_large_folder"):
         api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
-        api.upload_folder(repo_id=plan.repo_id, folder_path=plan.folder, ignore_patterns=[".cache/*"])
+        api.upload_folder(
+            repo_id=plan.repo_id, folder_path=plan.folder, ignore_patterns=[".cache/*"]
+        )
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         api.upload_large_folder(
-            repo_id=plan.repo_id, folder_path=plan.folder, repo_type="model", private=plan.private, print_report=False
+            repo_id=plan.repo_id,
+            folder_path=plan.folder,
+            repo_type="model",
+            private=plan.private,
+            print_report=False,
         )
 
 
@@ -348,7 +406,9 @@ def _check_visibility(errors: ModuleType, api: HfApi, plan: UploadPlan) -> None:
     except errors.RepositoryNotFoundError:
         return
     if plan.private and not repository.private:
-        raise UsageError(f"{plan.repo_id} exists and is public", "add --public, or choose another name")
+        raise UsageError(
+            f"{plan.repo_id} exists and is public", "add --public, or choose another name"
+        )
 
 
 def _missing_files(api: HfApi, plan: UploadPlan) -> list[str]:

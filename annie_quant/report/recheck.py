@@ -92,7 +92,9 @@ def before_server(measured: Sequence[RequestRecord]) -> int:
     """Count requests that ended, by the client's clock, well before the server's own times allow."""
     early = 0
     for record in measured:
-        times = [(record.timings.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")]
+        times = [
+            (record.timings.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")
+        ]
         numbers = [t for t in times if isinstance(t, (int, float)) and 0 <= t < 1e15]
         if record.timings.e2e_ms is not None and not record.answer.error and len(numbers) == 2:
             early += record.timings.e2e_ms < LEAST_SERVER_SHARE * sum(numbers)
@@ -112,7 +114,9 @@ def quantile(ordered: Sequence[float], at: float) -> float | None:
 def caveats(run: LoadedRun) -> list[str]:
     """Return the verdict's caveats, and what the checks of the benchmark and of the stored evidence found."""
     texts = [*run.verdict.caveats, *(confound.message for confound in run.aggregates.confounds)]
-    texts += [f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()]
+    texts += [
+        f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()
+    ]
     if early := before_server(run.measured):
         texts.append(
             f"{early} of {len(run.measured)} requests ended, by the client's clock, before the server's own times "
@@ -146,27 +150,42 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         )
     elif stated is not None and stated.names:
         names = list(aggregates.served or aggregates.offline)
-        aggregates = replace(aggregates, roles=decision.assign(names, decision.formats_of(aggregates), stated))
+        aggregates = replace(
+            aggregates, roles=decision.assign(names, decision.formats_of(aggregates), stated)
+        )
     for model, numerics in aggregates.offline.items():
         both = {**numerics, **aggregates.members.get(model, {})}
-        if not any(side.paired or result.meets is not None for side in both.values() for result in side.gates.values()):
+        if not any(
+            side.paired or result.meets is not None
+            for side in both.values()
+            for result in side.gates.values()
+        ):
             continue  # without a reference (version 0.1.0), the absolute requirements stay
         sides, _ = decision.judge_sides(both)
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
     candidate = (
-        run.verdict.candidate if aggregates.roles is None and run.verdict.candidate in aggregates.offline else None
+        run.verdict.candidate
+        if aggregates.roles is None and run.verdict.candidate in aggregates.offline
+        else None
     )
-    return replace(run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate))
+    return replace(
+        run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate)
+    )
 
 
 def verdict_differences(run: LoadedRun, judged: Run) -> list[str]:
     """Return a line where judge_again gives another verdict than is stored, if today's rule made that one too."""
     stored, again = run.document.verdict, judged.verdict
-    if stored.rule != again.rule or (stored.outcome, stored.sentence) == (again.outcome, again.sentence):
+    if stored.rule != again.rule or (stored.outcome, stored.sentence) == (
+        again.outcome,
+        again.sentence,
+    ):
         return []
     texts = [f"{verdict.outcome} ({verdict.sentence})" for verdict in (stored, again)]
-    return [f"the run's verdict does not hold: {texts[0]} is stored, {texts[1]} follows from its records"]
+    return [
+        f"the run's verdict does not hold: {texts[0]} is stored, {texts[1]} follows from its records"
+    ]
 
 
 def _older_roles(run: LoadedRun) -> Roles | None:

@@ -34,8 +34,16 @@ REFERENCE = "bf16"
 COLOURS = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
 # Gates of behaviour come first, as in the original plan's tables; other gates follow.
 GATE_ORDER = (
-    "tool_call", "no_markdown", "thinking_leak", "factual", "reasoning", "non_empty", "abstention", "stop", "repetition",
-)  # fmt: skip
+    "tool_call",
+    "no_markdown",
+    "thinking_leak",
+    "factual",
+    "reasoning",
+    "non_empty",
+    "abstention",
+    "stop",
+    "repetition",
+)
 JUDGE = "annie-quant report DIR --judge"
 
 
@@ -67,7 +75,11 @@ class MeasuredSide:
         """Return a gate's verdict: keeps or loses where it was compared with a reference, else pass or fail; or undecided."""
         result, pair = self.gates[gate], self.data.paired.get(gate)
         compared = pair is not None and pair.n > 0 and not result.advisory
-        return {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided") if compared else result.verdict
+        return (
+            {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided")
+            if compared
+            else result.verdict
+        )
 
     @property
     def deciding(self) -> dict[str, documents.GateResult]:
@@ -186,7 +198,12 @@ class LoadedRun:
         """Return the folder of a model's checkpoint; None where it is not known or not there."""
         places = [self.folder / "models" / model]
         if recorded := self.model(model).checkpoint:
-            places = [Path(recorded), self.folder / recorded, self.folder / "models" / Path(recorded).name, *places]
+            places = [
+                Path(recorded),
+                self.folder / recorded,
+                self.folder / "models" / Path(recorded).name,
+                *places,
+            ]
         return next((p for p in places if (p / "config.json").is_file()), None)
 
     def label(self, model: str) -> str:
@@ -219,7 +236,9 @@ class LoadedRun:
 
     @property
     def workloads(self) -> list[str]:
-        return list(dict.fromkeys(workload for side in self.served for workload in side.data.workloads))
+        return list(
+            dict.fromkeys(workload for side in self.served for workload in side.data.workloads)
+        )
 
     @property
     def candidate(self) -> ServedModel | None:
@@ -305,18 +324,25 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     """
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
+        raise UsageError(
+            f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo"
+        )
     records, bad_lines = _records(folder / "records.jsonl")
     records = [*valid_records(records), *_records(folder / "unanswered.jsonl")[0]]
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
-    evaluations = {p.stem: documents.salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
+    evaluations = {
+        p.stem: documents.salvage_or_default(_Evaluation, p)
+        for p in sorted(folder.glob("eval/*.json"))
+    }
     if source is None and not records and not evaluations:
         raise UsageError(
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
     try:
-        document = (documents.salvage(documents.Run, folder / source) if source else None) or documents.Run()
+        document = (
+            documents.salvage(documents.Run, folder / source) if source else None
+        ) or documents.Run()
     except ValueError as error:
         raise UsageError(
             f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again"
@@ -327,13 +353,17 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
     run.tried = [row.strategy for row in search.strategies]
     if run.tried:  # not its smoke tests, early looks and further draws
-        evaluations = {name: evaluation for name, evaluation in evaluations.items() if name in run.tried}
+        evaluations = {
+            name: evaluation for name, evaluation in evaluations.items() if name in run.tried
+        }
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = _served_from_records(run)
     stored = {name: evaluation.verdict for name, evaluation in evaluations.items()}
     stored |= {row.strategy: row.verdict for row in search.strategies if row.verdict is not None}
-    _show_verdict(run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None)
+    _show_verdict(
+        run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None
+    )
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)
@@ -359,7 +389,8 @@ def _served_from_records(run: LoadedRun) -> dict[str, documents.ServedSide]:
         checks = checks_by_prompt([r for r in run.measured if r.backend == backend], run.greedy)
         by_label = labelled(r for r in fit if r.backend == backend)
         sides[backend] = documents.ServedSide(
-            gates=tabulate(checks.values()), workloads={w: summaries(rows) for w, rows in by_label.items()}
+            gates=tabulate(checks.values()),
+            workloads={w: summaries(rows) for w, rows in by_label.items()},
         )
     return sides
 
@@ -380,12 +411,17 @@ def _show_verdict(
     """
     verdict, candidate = run.verdict, run.verdict.candidate
     if not verdict.sentence:
-        model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
+        model = chosen or (
+            next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None
+        )
         if model is not None and (offline := stored.get(model)) is not None:
-            not_tested = f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""
+            not_tested = (
+                f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""
+            )
             run.document.verdict = documents.Verdict(
                 sentence=f"{model}: {offline.sentence}",
-                passed=offline.verdict not in decision.FAILING and model not in run.aggregates.blocking,
+                passed=offline.verdict not in decision.FAILING
+                and model not in run.aggregates.blocking,
                 outcome=offline.verdict,
                 badge=offline.verdict + not_tested,
                 candidate=model,
@@ -393,7 +429,9 @@ def _show_verdict(
             )
         return
     backend = decision.served_as(run.aggregates, candidate) if candidate else None
-    later = {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added) - {None}
+    later = {candidate, run.aggregates.served[backend].model if backend else candidate} & set(
+        added
+    ) - {None}
     if later:
         name = f"eval/{next(iter(later))}.json"
         run.document.verdict = documents.Verdict(
@@ -405,7 +443,10 @@ def _show_verdict(
             caveats=verdict.caveats,
         )
     elif verdict.rule < decision.RULE:
-        verdict.caveats = [*verdict.caveats, f"the verdict was made by an older rule; today's rule: {JUDGE}"]
+        verdict.caveats = [
+            *verdict.caveats,
+            f"the verdict was made by an older rule; today's rule: {JUDGE}",
+        ]
 
 
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
@@ -430,7 +471,9 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
         sensitivity = documents.salvage_or_default(_Sensitivity, path)
         side = offline.get(path.stem, {}).get(sensitivity.numerics)
         if side and side.kl:
-            side.kl.by_layer = [documents.LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
+            side.kl.by_layer = [
+                documents.LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()
+            ]
     return added
 
 
@@ -440,7 +483,10 @@ def _add_models(run: LoadedRun) -> None:
     for backend, data in run.aggregates.served.items():
         if data.model not in known and data.model not in run.aggregates.offline:
             data.model = backend
-    for model in [*run.aggregates.offline, *(str(data.model) for data in run.aggregates.served.values())]:
+    for model in [
+        *run.aggregates.offline,
+        *(str(data.model) for data in run.aggregates.served.values()),
+    ]:
         if model not in known:
             known[model] = documents.ModelRow(name=model)
             run.unlisted.add(model)
@@ -455,10 +501,16 @@ def _add_sides(run: LoadedRun) -> None:
         offline = run.aggregates.offline.get(model, {})
         for numerics in sorted(offline, key=lambda k: order.index(k) if k in order else len(order)):
             how = NUMERICS.get(numerics, numerics)
-            run.sides.append(OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics]))
+            run.sides.append(
+                OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics])
+            )
         for backend, data in run.aggregates.served.items():
             if data.model == model:
-                run.sides.append(ServedModel(model, backend, f"{data.runtime or 'server'} served", "served", data))
+                run.sides.append(
+                    ServedModel(
+                        model, backend, f"{data.runtime or 'server'} served", "served", data
+                    )
+                )
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
@@ -473,7 +525,10 @@ def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
         "memory": not served or any(s.data.memory_bytes for s in served),
         "comparisons": not served or run.aggregates.comparisons,
     }
-    rows = [Missing(part=part, **texts) for part, texts in read_json(ASSETS / "missing_parts.json").items()]
+    rows = [
+        Missing(part=part, **texts)
+        for part, texts in read_json(ASSETS / "missing_parts.json").items()
+    ]
     for row in rows:
         row.message = row.message.format(run=run.folder.name)
         row.command = JUDGE if row.part == "verdict" and offline else row.command

@@ -43,9 +43,20 @@ class Drawing:
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._render(STYLE + MARKS)}\n'
 
     def _render(self, style: str) -> str:
-        tools = {"show": format, "plain": plain, "percent": percent, "joined": joined, "corners": corners}
+        tools = {
+            "show": format,
+            "plain": plain,
+            "percent": percent,
+            "joined": joined,
+            "corners": corners,
+        }
         return render_svg(
-            "charts/drawing.svg", drawing=self, n=next(_ids), style=style, **tools, **{"top": ROWS_TOP, **self.values}
+            "charts/drawing.svg",
+            drawing=self,
+            n=next(_ids),
+            style=style,
+            **tools,
+            **{"top": ROWS_TOP, **self.values},
         )
 
 
@@ -77,7 +88,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Return at most 5 of: 1, 2, 5 of each decade, or powers of ten where the range is wide."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    marks = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
+    marks = [
+        m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001
+    ]
     if len(marks) > 5 and low <= 1e-2:  # 2 and 5 would be long decimals
         marks = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
     return marks[:: max(1, math.ceil(len(marks) / 5))]
@@ -97,7 +110,9 @@ def percent(value: float) -> str:
     return f"{100 * value:g}" + (" %" if value >= 1 else "")
 
 
-def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
+def scale(
+    low: float, high: float, start: float, end: float, log: bool = False
+) -> Callable[[float], float]:
     """Return the function from data to pixels, clamped to the axis."""
     transform = math.log10 if log else float
     a = transform(low)

@@ -79,10 +79,17 @@ def gate_cell(side: MeasuredSide, gate: str) -> Cell:
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
-    sub = format.interval(result.low, result.high, lambda v: format.share(v).removesuffix("\u00a0%")) + "\u00a0%"
+    sub = (
+        format.interval(result.low, result.high, lambda v: format.share(v).removesuffix("\u00a0%"))
+        + "\u00a0%"
+    )
     css = "advisory" if result.advisory else result.verdict
     return Cell(
-        f"{passes(result)} {format.SIGNS[result.verdict]}", sub, f"gate|{side.key}|{gate}", css, sort=result.rate
+        f"{passes(result)} {format.SIGNS[result.verdict]}",
+        sub,
+        f"gate|{side.key}|{gate}",
+        css,
+        sort=result.rate,
     )
 
 
@@ -101,7 +108,9 @@ def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50"
         return Cell(format.DASH, css="none")
     value = getattr(row, stat)
     sub = format.interval(row.low, row.high) if stat == "p50" else ""
-    return Cell(format.significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
+    return Cell(
+        format.significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value
+    )
 
 
 def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
@@ -110,7 +119,13 @@ def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
     if row is None:
         return metric_cell(side, "greeting", metric)
     text = f"{format.significant(row.value)} {format.SIGNS[row.verdict]}"
-    return Cell(text, format.interval(row.low, row.high), f"speed|{side.key}|{gate}", row.verdict, sort=row.value)
+    return Cell(
+        text,
+        format.interval(row.low, row.high),
+        f"speed|{side.key}|{gate}",
+        row.verdict,
+        sort=row.value,
+    )
 
 
 TIMES = "Times: over all requests of a side; the verdict compares two sides over the prompts that both answered."
@@ -118,7 +133,11 @@ TIMES = "Times: over all requests of a side; the verdict compares two sides over
 
 def side_by_side(run: LoadedRun) -> Table:
     """Sizes, gates and speed of all models; unlisted models only where there is no other."""
-    table = Table(f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}", "", [])
+    table = Table(
+        f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}",
+        "",
+        [],
+    )
     models = [m for m in run.models if m.name not in run.unlisted] or run.models
     columns: list[MeasuredSide | None] = []
     for model in models:
@@ -126,7 +145,10 @@ def side_by_side(run: LoadedRun) -> Table:
         columns += sides or [None]
         table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
         # Two lines: the arithmetic or "served", then "offline" or the server.
-        places = {s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline" for s in sides}
+        places = {
+            s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline"
+            for s in sides
+        }
         table.header += [f"{s.how}\n{places[s.key]}" for s in sides] or ["not measured"]
 
     def add_model_row(title: str, cell: Callable[[documents.ModelRow], Cell]) -> None:
@@ -142,16 +164,27 @@ def side_by_side(run: LoadedRun) -> Table:
             table.rows.append((title, cells))
 
     add_model_row("size on disk", lambda m: Cell(format.size(m.size_bytes), key=f"size|{m.name}"))
-    add_model_row("bits per weight", lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"))
+    add_model_row(
+        "bits per weight",
+        lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"),
+    )
     add_model_row("decode, tok/s (predicted)", predicted_cell)
     for gate in run.gate_names:
         advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
         title = run.gate_title(gate) + (" (informs only)" if advisory else "")
-        table.rows.append((title, [gate_cell(s, gate) if s else Cell("", css="none") for s in columns]))
-    add_served_row("content TTFT p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
+        table.rows.append(
+            (title, [gate_cell(s, gate) if s else Cell("", css="none") for s in columns])
+        )
+    add_served_row(
+        "content TTFT p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms")
+    )
     longest = "long_response" if "long_response" in run.workloads else next(iter(run.workloads), "")
-    add_served_row(f"ITL p50, ms ({format.name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
-    add_served_row("decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
+    add_served_row(
+        f"ITL p50, ms ({format.name(longest)})", lambda s: metric_cell(s, longest, "itl_ms")
+    )
+    add_served_row(
+        "decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s")
+    )
     return table
 
 
@@ -159,7 +192,8 @@ def predicted_cell(model: documents.ModelRow) -> Cell:
     """Return the predicted speed of one stream and the device."""
     speed = model.predicted
     return Cell(
-        f"{format.significant(speed.tok_s)} ({speed.device})" if speed else format.DASH, key=f"predicted|{model.name}"
+        f"{format.significant(speed.tok_s)} ({speed.device})" if speed else format.DASH,
+        key=f"predicted|{model.name}",
     )
 
 
@@ -177,11 +211,18 @@ def gates_table(run: LoadedRun) -> Table:
             "gate": Cell(run.gate_title(gate), css="word"),
             "passes / n": figure(passes(r), f"gate|{key}", r.rate),
             "rate": figure(format.share(r.rate), f"rate|{key}", r.rate),
-            "95 % interval": figure(format.interval(r.low, r.high, format.share), f"interval|{key}", r.low),
+            "95 % interval": figure(
+                format.interval(r.low, r.high, format.share), f"interval|{key}", r.low
+            ),
             "rule": Cell(format.share(r.threshold), r.rule, css="rule", sort=r.threshold),
-            "verdict": Cell(f"{format.SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"),
+            "verdict": Cell(
+                f"{format.SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"
+            ),
             "n to decide": Cell(format.count(r.n_to_decide) if r.n_to_decide else ""),
-            "requirement": Cell(MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "", css="word"),
+            "requirement": Cell(
+                MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "",
+                css="word",
+            ),
         }
         table.add(run.label(side.model), cells)
     return table
@@ -190,13 +231,19 @@ def gates_table(run: LoadedRun) -> Table:
 def latency_table(run: LoadedRun, metric: str) -> Table:
     """One row per workload, three columns per backend: p50 with its interval, p90, p99."""
     sides = run.served
-    table = Table(f"{LABELS[metric]}: p50 with its 95 % interval below, p90 and p99", "workload", ["n"])
+    table = Table(
+        f"{LABELS[metric]}: p50 with its 95 % interval below, p90 and p99", "workload", ["n"]
+    )
     table.groups = [("", 1, ""), *((run.label(s.model), 3, s.model) for s in sides)]
     table.header += ["p50", "p90", "p99"] * len(sides)
     for workload in run.workloads:
         counts = [row.n for s in sides if (row := summary(s, workload, metric))]
         if counts:
-            cells = [metric_cell(s, workload, metric, stat) for s in sides for stat in ("p50", "p90", "p99")]
+            cells = [
+                metric_cell(s, workload, metric, stat)
+                for s in sides
+                for stat in ("p50", "p90", "p99")
+            ]
             table.rows.append((format.name(workload), [Cell(format.ends(counts)), *cells]))
     return table
 
@@ -208,10 +255,17 @@ def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Tab
         if kl is not None and (sides is None or side in sides):
             key, means = f"kl|{side.key}|", ("mean", "median", "p99", "max")
             cells = {"numerics": Cell(side.how, css="word")}
-            cells |= {k: figure(format.significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in means}
-            cells["same top token"] = figure(format.share(kl.same_top), f"{key}same_top", kl.same_top)
+            cells |= {
+                k: figure(format.significant(getattr(kl, k)), key + k, getattr(kl, k))
+                for k in means
+            }
+            cells["same top token"] = figure(
+                format.share(kl.same_top), f"{key}same_top", kl.same_top
+            )
             cells["tokens"] = figure(format.count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens)
-            cells["perplexity"] = Cell(format.significant(side.data.perplexity), key=f"perplexity|{side.key}")
+            cells["perplexity"] = Cell(
+                format.significant(side.data.perplexity), key=f"perplexity|{side.key}"
+            )
             table.add(run.label(side.model), cells)
     return table
 
@@ -241,7 +295,11 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
             "prompts": figure(format.count(row.n_prompts), f"{key}n_prompts", row.n_prompts),
             "median a": figure(format.significant(row.median_a), f"{key}median_a", row.median_a),
             "median b": figure(format.significant(row.median_b), f"{key}median_b", row.median_b),
-            "b − a": figure(format.signed(row.median_difference), f"{key}median_difference", row.median_difference),
+            "b − a": figure(
+                format.signed(row.median_difference),
+                f"{key}median_difference",
+                row.median_difference,
+            ),
             "interval": Cell(format.bounds(row.low, row.high), sort=row.low),
             "noise": figure(format.tolerance(row.noise), f"{key}noise", row.noise),
             "p (Holm)": figure(format.p_value(row.p_holm), f"{key}p_holm", row.p_holm),
@@ -265,16 +323,24 @@ def memory_table(run: LoadedRun) -> Table:
     for side in run.served:
         if memory := side.data.memory_bytes:
             figures = [(f"memory|{side.key}|{level}", getattr(memory, level)) for level in LEVELS]
-            cells = [Cell(format.size(v), key=key if v is not None else "", sort=v) for key, v in figures]
+            cells = [
+                Cell(format.size(v), key=key if v is not None else "", sort=v) for key, v in figures
+            ]
             source = SOURCES.get(memory.source, memory.source) or "not recorded"
-            table.rows.append((f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")]))
+            table.rows.append(
+                (f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")])
+            )
     return table
 
 
 def ladder_tables(run: LoadedRun) -> list[Table]:
     """One table per axis of a ladder: one row per backend, one column per level."""
     tables = []
-    rows = [(side, ladder) for side in run.served for ladder in run.aggregates.ladders.get(side.name, [])]
+    rows = [
+        (side, ladder)
+        for side in run.served
+        for ladder in run.aggregates.ladders.get(side.name, [])
+    ]
     for axis in dict.fromkeys(ladder.axis for _, ladder in rows):
         own = [(side, ladder) for side, ladder in rows if ladder.axis == axis]
         levels = sorted({point.level for _, ladder in own for point in ladder.points})
@@ -285,8 +351,13 @@ def ladder_tables(run: LoadedRun) -> list[Table]:
             [format.count(level) for level in levels],
         )
         for side, ladder in own:
-            points, breaks = {p.level: p for p in ladder.points}, ladder.cliff.breaks if ladder.cliff else None
-            cells = [_level_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels]
+            points, breaks = (
+                {p.level: p for p in ladder.points},
+                ladder.cliff.breaks if ladder.cliff else None,
+            )
+            cells = [
+                _level_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels
+            ]
             table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
         tables.append(table)
     return tables
@@ -295,8 +366,12 @@ def ladder_tables(run: LoadedRun) -> list[Table]:
 def _level_cell(point: documents.LadderPoint | None, worse: bool) -> Cell:
     if point is None:
         return Cell(format.DASH, css="none")
-    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if worse else "")
-    return Cell(text, format.interval(point.low, point.high, format.share), css="fail" if worse else "")
+    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (
+        f" {format.SIGNS['fail']}" if worse else ""
+    )
+    return Cell(
+        text, format.interval(point.low, point.high, format.share), css="fail" if worse else ""
+    )
 
 
 def stability_table(run: LoadedRun) -> Table:
@@ -313,7 +388,9 @@ def stability_table(run: LoadedRun) -> Table:
         rows = noise.get(backend, [])  # none where no prompt was measured twice
         single = len({row.workload for row in rows}) == 1
         for metric in ("ttft_content_ms", "tpot_ms"):
-            floors = [row for row in rows if row.metric == metric and (single or row.workload == "all")]
+            floors = [
+                row for row in rows if row.metric == metric and (single or row.workload == "all")
+            ]
             floor, step, dash = next(iter(floors), None), drifts.get((backend, metric)), format.DASH
             if floor is None and step is None:
                 continue
@@ -324,10 +401,14 @@ def stability_table(run: LoadedRun) -> Table:
                 "interval": Cell(format.bounds(floor.low, floor.high) if floor else dash),
                 "noise": Cell(format.tolerance(floor.floor if floor else None)),
                 "step": Cell(f"{step.shift:+.1%}" if step else dash),
-                "interval of the step": Cell(f"{step.low:+.1%} to {step.high:+.1%}" if step else dash),
+                "interval of the step": Cell(
+                    f"{step.low:+.1%} to {step.high:+.1%}" if step else dash
+                ),
                 "after": Cell(format.seconds(step.after_s) if step else dash),
                 "p (Holm)": Cell(format.p_value(step.p_holm) if step else dash),
-                "changed": Cell(("yes" if step.significant else "not shown") if step else dash, css="word"),
+                "changed": Cell(
+                    ("yes" if step.significant else "not shown") if step else dash, css="word"
+                ),
             }
             table.add(labels.get(backend, format.name(backend)), cells)
     return table
@@ -336,9 +417,14 @@ def stability_table(run: LoadedRun) -> Table:
 def stages_table(run: LoadedRun) -> Table:
     stages = run.document.stages
     total = sum(stage.seconds or 0.0 for stage in stages)
-    table = Table(f"Time of each stage, {format.seconds(total)} together", "stage", ["time", "outcome"])
+    table = Table(
+        f"Time of each stage, {format.seconds(total)} together", "stage", ["time", "outcome"]
+    )
     for stage in stages:
-        cells = [Cell(format.seconds(stage.seconds), key=f"stage|{stage.name}"), Cell(stage.summary, css="word")]
+        cells = [
+            Cell(format.seconds(stage.seconds), key=f"stage|{stage.name}"),
+            Cell(stage.summary, css="word"),
+        ]
         table.rows.append((stage.name, cells))
     return table
 
@@ -367,32 +453,58 @@ def _flat(value: JsonObject, prefix: str = "") -> list[tuple[str, str]]:
         elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
             rows += _flat({f"{label} {index + 1}": part for index, part in enumerate(item)})
         elif item not in (None, "", [], {}):
-            rows.append((label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400]))
+            rows.append(
+                (label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400])
+            )
     return rows
 
 
 CSV_COLUMNS = (
-    "model", "part", "where", "workload", "metric", "n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high",
-    "passes", "threshold", "verdict",
-)  # fmt: skip
+    "model",
+    "part",
+    "where",
+    "workload",
+    "metric",
+    "n",
+    "n_prompts",
+    "p50",
+    "p90",
+    "p99",
+    "mean",
+    "low",
+    "high",
+    "passes",
+    "threshold",
+    "verdict",
+)
 
 
 def csv_rows(run: LoadedRun) -> list[JsonObject]:
     """results.csv, one row per figure; gates are metric "gate:NAME" with their rate in `mean`, as in bench exports."""
     rows: list[JsonObject] = []
     for model, metric in itertools.product(run.models, ("size_bytes", "bits_per_weight")):
-        rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
+        rows.append(
+            {"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)}
+        )
     for side in run.sides:
         identity = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
         for gate, r in side.gates.items():
-            fields = {k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
-            rows.append(identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
+            fields = {
+                k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")
+            }
+            rows.append(
+                identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate}
+            )
         if not isinstance(side, ServedModel):
             if kl := side.data.kl:
                 rows.append(identity | {"metric": "kl_nats"} | _divergence(kl))
-                rows.append(identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
+                rows.append(
+                    identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top}
+                )
                 if kl.decisions:
-                    rows.append(identity | {"metric": "kl_nats:decisions"} | _divergence(kl.decisions))
+                    rows.append(
+                        identity | {"metric": "kl_nats:decisions"} | _divergence(kl.decisions)
+                    )
             continue
         for workload in side.data.workloads:
             for metric in COMPARED:
@@ -424,7 +536,10 @@ def grid(table: Table, left: int = 1) -> Markup:
     header = table.header
     if table.groups:
         groups = [label for label, span, _ in table.groups for _ in range(span)]
-        header = [f"{label} {title.splitlines()[0]}".strip() for label, title in zip(groups, header, strict=True)]
+        header = [
+            f"{label} {title.splitlines()[0]}".strip()
+            for label, title in zip(groups, header, strict=True)
+        ]
     rows = [[table.first, *header], *([name, *_cell_texts(cells)] for name, cells in table.rows)]
     body = [[inert(cell) for cell in row] for row in rows]
     columns = max(map(len, body))
@@ -432,7 +547,10 @@ def grid(table: Table, left: int = 1) -> Markup:
     widths = [max(map(len, column)) for column in zip(*body, strict=True)]
     lines = []
     for row in body:
-        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("| " + " | ".join(padded) + " |")
     rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
     return Markup("\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]]))  # noqa: S704, each cell is inert

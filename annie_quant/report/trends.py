@@ -36,7 +36,10 @@ GROUPS = {
     "kl": "KL divergence from bf16, mean",
     "size": "Size on disk",
 }
-SPEEDS = {"ttft": (METRICS["ttft_content_ms"].label, -1), "decode": (METRICS["decode_tok_s"].label, 1)}
+SPEEDS = {
+    "ttft": (METRICS["ttft_content_ms"].label, -1),
+    "decode": (METRICS["decode_tok_s"].label, 1),
+}
 Direction = Literal["better", "worse", ""]
 
 
@@ -111,7 +114,10 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
     if len(runs) < 2:
         raise UsageError("trends need two runs or more", "annie-quant report DIR DIR")
     names, lines = labels(runs), collect(runs)
-    tables = [overview(runs, names), *(group_table(g, title, lines, names) for g, title in GROUPS.items())]
+    tables = [
+        overview(runs, names),
+        *(group_table(g, title, lines, names) for g, title in GROUPS.items()),
+    ]
     tables = [t for t in tables if t.rows]
     differing, changed = differences(runs, names), changes(lines, names)
     worse = sum(c.direction == "worse" for c in changed)
@@ -128,7 +134,9 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 def in_order(runs: list[LoadedRun]) -> list[LoadedRun]:
     """Return the runs by their recorded time; runs without one come last, in their order."""
-    return sorted(runs, key=lambda r: (not r.document.environment.time, r.document.environment.time))
+    return sorted(
+        runs, key=lambda r: (not r.document.environment.time, r.document.environment.time)
+    )
 
 
 def labels(runs: list[LoadedRun]) -> list[str]:
@@ -162,7 +170,9 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
             result = side.gates.get(gate)
             if result and result.n:
                 context = prompts if isinstance(side, ServedModel) else ""
-                point = RunFigure(result.rate, result.low, result.high, result.n, result.verdict, context)
+                point = RunFigure(
+                    result.rate, result.low, result.high, result.n, result.verdict, context
+                )
                 better = 0 if result.advisory else 1
                 yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, better, point
         speeds = side.data.speed_gates if isinstance(side, ServedModel) else {}
@@ -171,10 +181,22 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
                 point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
                 yield f"speed|{side.key}|{gate}", title, where, better, point
         if isinstance(side, OfflineModel) and (kl := side.data.kl):
-            yield f"kl|{side.key}|mean", "mean KL, nats", where, -1, RunFigure(kl.mean, n=kl.n_tokens)
+            yield (
+                f"kl|{side.key}|mean",
+                "mean KL, nats",
+                where,
+                -1,
+                RunFigure(kl.mean, n=kl.n_tokens),
+            )
     for model in run.models:
         if model.size_bytes is not None:
-            yield f"size|{model.name}|", "size on disk", run.label(model.name), -1, RunFigure(model.size_bytes)
+            yield (
+                f"size|{model.name}|",
+                "size on disk",
+                run.label(model.name),
+                -1,
+                RunFigure(model.size_bytes),
+            )
 
 
 def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
@@ -190,7 +212,9 @@ def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
             if value := key(run):
                 groups[value].append(label)
         if len(groups) > 1:
-            sentences.append(f"the {subject} differ{note}: {' / '.join(', '.join(g) for g in groups.values())}")
+            sentences.append(
+                f"the {subject} differ{note}: {' / '.join(', '.join(g) for g in groups.values())}"
+            )
     return sentences
 
 
@@ -200,7 +224,11 @@ def _digest(value: object) -> str:
 
 def _machine(run: LoadedRun) -> str:
     environment = run.document.environment
-    return _digest([environment.cpu, environment.cores, environment.gpus]) if environment != Environment() else ""
+    return (
+        _digest([environment.cpu, environment.cores, environment.gpus])
+        if environment != Environment()
+        else ""
+    )
 
 
 def _prompts(run: LoadedRun) -> str:
@@ -235,7 +263,9 @@ def group_table(group: str, title: str, lines: list[FigureLine], names: list[str
 def _cell(line: FigureLine, index: int, point: RunFigure | None) -> Cell:
     if point is None:
         return Cell(DASH, css="none")
-    sign, css = {"better": (" ▲", "pass"), "worse": (" ▼", "fail"), "": ("", "")}[line.change(index)]
+    sign, css = {"better": (" ▲", "pass"), "worse": (" ▼", "fail"), "": ("", "")}[
+        line.change(index)
+    ]
     bounds = "" if line.group == "gate" else interval(point.low, point.high)
     sub = ", ".join(filter(None, [bounds, f"n = {count(point.n)}" if point.n else ""]))
     return Cell(line.text(point) + sign, sub, f"{line.key}|{index}", css, sort=point.value)
@@ -249,5 +279,9 @@ def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
             before, direction = line.before(index), line.change(index)
             if now and before and direction:
                 values = f"{line.text(before)} → {line.text(now)}"
-                rows.append(FigureChange(direction, f"{line.title}, {line.where}: {values} in {names[index]}"))
+                rows.append(
+                    FigureChange(
+                        direction, f"{line.title}, {line.where}: {values} in {names[index]}"
+                    )
+                )
     return sorted(rows, key=lambda c: c.direction != "worse")

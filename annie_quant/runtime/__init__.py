@@ -6,4 +6,13 @@ from annie_quant.offline import FP8Linear, NVFP4Linear, load, numerics_of, set_c
 from annie_quant.offline.evaluation import evaluate
 from annie_quant.offline.pair import sensitivity
 
-__all__ = ["FP8Linear", "NVFP4Linear", "evaluate", "load", "numerics_of", "sensitivity", "set_cache", "set_numerics"]
+__all__ = [
+    "FP8Linear",
+    "NVFP4Linear",
+    "evaluate",
+    "load",
+    "numerics_of",
+    "sensitivity",
+    "set_cache",
+    "set_numerics",
+]

@@ -54,12 +54,17 @@ def event_data(raw: bytes) -> bytes:
 
 def joined_data(raw: bytes, start: int) -> bytes:
     """Return the data of a frame with several data lines. start: the position of the first line's value."""
-    return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
+    return b"\n".join(
+        value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data"
+    )
 
 
 def event_name(raw: bytes) -> str:
     fields = field_lines(raw.removeprefix(b"\xef\xbb\xbf"))
-    return next((v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"), "message")
+    return next(
+        (v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"),
+        "message",
+    )
 
 
 @dataclass
@@ -76,12 +81,16 @@ class StreamedAnswer:
     model: str | None = None
     first: dict[str, int] = field(default_factory=dict)  # event, reasoning, content, tool
     token_stamps: list[int] = field(default_factory=list)
-    token_counts: list[int | None] = field(default_factory=list)  # the server's count after each of these events
+    token_counts: list[int | None] = field(
+        default_factory=list
+    )  # the server's count after each of these events
     done_ns: int | None = None
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
     warnings: list[str] = field(default_factory=list)
-    item_numbers: dict[str, int] = field(default_factory=dict)  # of the Responses API's output items, by id
+    item_numbers: dict[str, int] = field(
+        default_factory=dict
+    )  # of the Responses API's output items, by id
     _read: int = -1
     _read_merged: bool = False
 
@@ -114,7 +123,9 @@ class StreamedAnswer:
             self.reasoning.append(content)
         return bool(content)
 
-    def add_call(self, index: int, call_id: str | None, name: str | None, arguments: object, stamp: int) -> bool:
+    def add_call(
+        self, index: int, call_id: str | None, name: str | None, arguments: object, stamp: int
+    ) -> bool:
         """Add one piece of the tool call `index`. arguments: text, or a whole object. Returns whether it has any content.
 
         Raises ValueError for more than MAX_TOOL_CALLS calls.
@@ -150,7 +161,9 @@ def usage_as_chat(usage: JsonObject | None) -> JsonObject | None:
     if not usage or "completion_tokens" in usage:
         return usage
     out = dict(usage)
-    read, written = (integer(usage.get(f"cache_{name}_input_tokens")) for name in ("read", "creation"))
+    read, written = (
+        integer(usage.get(f"cache_{name}_input_tokens")) for name in ("read", "creation")
+    )
     details = usage.get("input_tokens_details")
     cached = integer(details.get("cached_tokens")) if isinstance(details, dict) else read
     prompt = integer(usage.get("input_tokens", usage.get("prompt_eval_count")))
@@ -172,7 +185,11 @@ def text_of(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return "".join(part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str))
+        return "".join(
+            part["text"]
+            for part in value
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
     return ""
 
 
@@ -209,7 +226,18 @@ def name_field(parent: JsonObject, name: str) -> str | None:
 # libcurl's codes: https://curl.se/libcurl/c/libcurl-errors.html
 
 # request_row.cause (csrc/stream/plan.h)
-NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE, HEAD_SIZE = range(10)
+(
+    NONE,
+    TRANSPORT,
+    TIMEOUT,
+    IDLE,
+    DEADLINE,
+    CANCELLED,
+    EVENT_SIZE,
+    NOT_STARTED,
+    ANSWER_SIZE,
+    HEAD_SIZE,
+) = range(10)
 
 
 class RequestError(UsageError, ValueError):
@@ -228,7 +256,10 @@ _STOPPED = {
     CANCELLED: ("cancelled", "stopped: the run was interrupted"),
     NOT_STARTED: ("not_started", "not started: the run was stopped before"),
     EVENT_SIZE: ("event_too_large", "one event was larger than max_event_bytes"),
-    ANSWER_SIZE: ("answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"),
+    ANSWER_SIZE: (
+        "answer_too_large",
+        "the answer did not end within max_answer_bytes and max_answer_events",
+    ),
     HEAD_SIZE: ("protocol", "the answer's head or trailers are too large (over 256 KiB)"),
 }
 
@@ -283,7 +314,9 @@ def error_in(value: object) -> str | None:
     if isinstance(error, dict):
         error = error.get("message") or error.get("type") or error
     elif error is None and "choices" not in value:
-        error = value["message"] if isinstance(value.get("message"), str) else None  # an object: an API's own event
+        error = (
+            value["message"] if isinstance(value.get("message"), str) else None
+        )  # an object: an API's own event
     if error is None:
         return None
     text = error if isinstance(error, str) else msgspec.json.encode(limited(error)).decode()

@@ -57,7 +57,11 @@ class Request:
 
 
 def chat(
-    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: object
+    url: str,
+    model: str | None,
+    messages: Sequence[Mapping[str, object]],
+    tag: object = None,
+    **fields: object,
 ) -> Request:
     """Return a request for a streamed chat completion that includes usage.
 
@@ -65,9 +69,16 @@ def chat(
     fields  max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request
     """
     options: dict[str, Any] = {
-        k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields
+        k: fields.pop(k)
+        for k in ("headers", "timeout_s", "idle_timeout_s", "start_s")
+        if k in fields
     }
-    body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **fields}
+    body = {
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
     if model is not None:
         body["model"] = model
     url = url.rstrip("/")
@@ -169,7 +180,9 @@ def run(
     Ctrl-C raises KeyboardInterrupt; its attribute `timings` has the results until then.
     """
     if http not in HTTP_VERSIONS:
-        raise UsageError(f"http={http!r} is not a version", f"choose one of: {', '.join(HTTP_VERSIONS)}")
+        raise UsageError(
+            f"http={http!r} is not a version", f"choose one of: {', '.join(HTTP_VERSIONS)}"
+        )
     options = {
         "deadline_ns": 0 if deadline_s is None else max(1, _ns("deadline_s", deadline_s)),
         "max_event_bytes": max_event_bytes,
@@ -216,25 +229,31 @@ class _Plan:
             raise RequestError(str(error)) from None
 
 
-def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, object]) -> Timings:
+def _run(
+    plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, object]
+) -> Timings:
     module = native.load("_stream")
     requests = plan.requests
     if concurrency is None:
         concurrency = 0 if any(r.start_s is not None for r in requests) else 1
     elif concurrency < 1:
-        raise UsageError(f"concurrency={concurrency} would never start a request", "use 1 or more, or None")
+        raise UsageError(
+            f"concurrency={concurrency} would never start a request", "use 1 or more, or None"
+        )
     with contextlib.ExitStack() as stack:
         cancel_fd = cancel.descriptor()
         stack.callback(os.close, cancel_fd)
         signal_fd, forward_fd = stack.enter_context(_signals())
         stack.enter_context(plan.refused())
-        rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
-            plan.rows,
-            concurrency=concurrency,
-            cancel_fd=cancel_fd,
-            signal_fd=signal_fd,
-            forward_fd=forward_fd,
-            **options,
+        rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = (
+            module.run(
+                plan.rows,
+                concurrency=concurrency,
+                cancel_fd=cancel_fd,
+                signal_fd=signal_fd,
+                forward_fd=forward_fd,
+                **options,
+            )
         )
     timings = Timings(
         [PlannedRequest(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],
@@ -273,8 +292,12 @@ def _row(r: Request) -> tuple[object, ...]:
 
 def _ns(name: str, seconds: float) -> int:
     if not math.isfinite(seconds) or seconds < 0:
-        where = " is before the run's start" if name == "start_s" and seconds < 0 else " is not a time"
-        raise RequestError(f"{name}={seconds}{where}", "use 0 or more seconds, or None for no limit")
+        where = (
+            " is before the run's start" if name == "start_s" and seconds < 0 else " is not a time"
+        )
+        raise RequestError(
+            f"{name}={seconds}{where}", "use 0 or more seconds, or None for no limit"
+        )
     return min(_FOREVER_NS, round(seconds * _NS_PER_S))
 
 
@@ -298,13 +321,17 @@ def trace(stamps: Iterable[float], speed: float = 1.0) -> list[float]:
     if times.size == 0:
         return []
     if not np.isfinite(times).all():
-        raise UsageError("the trace has a time that is not a finite number", "remove that line from the log")
+        raise UsageError(
+            "the trace has a time that is not a finite number", "remove that line from the log"
+        )
     return ((times - times.min()) / _positive(speed, "speed")).tolist()
 
 
 def _positive(value: float, name: str) -> float:
     if not value > 0 or value == float("inf"):
-        raise UsageError(f"{name}={value}, expected a finite number greater than 0", "use a positive number")
+        raise UsageError(
+            f"{name}={value}, expected a finite number greater than 0", "use a positive number"
+        )
     return value
 
 
@@ -322,7 +349,9 @@ CA_PATHS = (
 
 def system_ca_file() -> str | None:
     """Return SSL_CERT_FILE (as OpenSSL and Python do), else the system's bundle, else None for libcurl's own default."""
-    return os.environ.get("SSL_CERT_FILE") or next((path for path in CA_PATHS if Path(path).is_file()), None)
+    return os.environ.get("SSL_CERT_FILE") or next(
+        (path for path in CA_PATHS if Path(path).is_file()), None
+    )
 
 
 @dataclass(frozen=True)
@@ -348,14 +377,22 @@ def fetch(
     Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
     """
     request = Request(url, json, headers=headers, timeout_s=timeout_s)
-    timings = run([request], kernel_stamps=False, realtime=False, max_event_bytes=max_bytes, max_answer_bytes=max_bytes)
+    timings = run(
+        [request],
+        kernel_stamps=False,
+        realtime=False,
+        max_event_bytes=max_bytes,
+        max_answer_bytes=max_bytes,
+    )
     return http_reply(timings, 0)
 
 
 def http_reply(timings: Timings, request: int) -> HttpReply:
     """Return the answer of one request of a run."""
     fault, status = transport_fault(timings, request), int(timings.requests["status"][request])
-    return HttpReply(status, timings.headers(request), timings.body(request), fault[1] if fault else None)
+    return HttpReply(
+        status, timings.headers(request), timings.body(request), fault[1] if fault else None
+    )
 
 
 def first_model(body: bytes) -> str | None:

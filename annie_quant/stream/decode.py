@@ -55,9 +55,15 @@ class TokenTimes(msgspec.Struct):
     tokens_estimated: bool  # counted from events, because the server reported no count
     merged_reads: int  # network reads with more than one event that has tokens
     token_events: int
-    tokens_per_event: float | None  # None: the server reported no count, or there are fewer than LEAST_EVENTS events
-    event_tokens: list[int]  # of each of these events but the first, where events have the server's count; else []
-    cached_tokens: int | None  # prompt tokens that the server took from its prefix cache; None: not reported
+    tokens_per_event: (
+        float | None
+    )  # None: the server reported no count, or there are fewer than LEAST_EVENTS events
+    event_tokens: list[
+        int
+    ]  # of each of these events but the first, where events have the server's count; else []
+    cached_tokens: (
+        int | None
+    )  # prompt tokens that the server took from its prefix cache; None: not reported
     drafted_tokens: float | None  # by a speculative decoder for this request; None: not reported
     accepted_tokens: float | None
     acceptance_source: str | None  # "timings": llama.cpp's
@@ -91,8 +97,14 @@ def _tail(answer: StreamedAnswer, frame: Frame, number: int) -> None:
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
         answer.warn("[DONE] was received without its blank line")
-    elif frame.data.startswith(b"{") and frame.data.endswith(b"}") and frame.raw.strip() == frame.data:
-        answer.first.setdefault("event", frame.stamp_ns)  # newline-delimited JSON: the last line end may be missing
+    elif (
+        frame.data.startswith(b"{")
+        and frame.data.endswith(b"}")
+        and frame.raw.strip() == frame.data
+    ):
+        answer.first.setdefault(
+            "event", frame.stamp_ns
+        )  # newline-delimited JSON: the last line end may be missing
         _event(answer, frame, number)
     else:
         answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
@@ -109,7 +121,9 @@ def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
         return
     named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
     message = error_in(chunk)
-    if named_error or (message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))):
+    if named_error or (
+        message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))
+    ):
         answer.fail("server_error", f"error in the stream: {message or message_of(frame.data)}")
         return
     if not isinstance(chunk, dict):
@@ -146,7 +160,9 @@ def token_times(answer: StreamedAnswer, started_ns: int) -> TokenTimes:
         tokens_estimated=reported is None,
         merged_reads=answer.merged_reads,
         token_events=len(stamps),
-        tokens_per_event=None if reported is None or len(stamps) < LEAST_EVENTS else reported / len(stamps),
+        tokens_per_event=None
+        if reported is None or len(stamps) < LEAST_EVENTS
+        else reported / len(stamps),
         event_tokens=_event_tokens(answer.token_counts),
         cached_tokens=cached_tokens(answer),
         drafted_tokens=drafted,
@@ -176,8 +192,12 @@ def cached_tokens(answer: StreamedAnswer) -> int | None:
     prompt = integer(usage.get("prompt_tokens"))
     if cached is None or prompt is None:
         return cached
-    if cached > prompt or (in_cache is not None and processed is not None and cached + processed > prompt + 1):
-        answer.warn(f"cached_tokens is not believed: {cached} of {prompt} prompt tokens, {processed} of them processed")
+    if cached > prompt or (
+        in_cache is not None and processed is not None and cached + processed > prompt + 1
+    ):
+        answer.warn(
+            f"cached_tokens is not believed: {cached} of {prompt} prompt tokens, {processed} of them processed"
+        )
         return None
     return cached
 
@@ -193,7 +213,10 @@ def draft_tokens(answer: StreamedAnswer) -> tuple[float, float] | tuple[None, No
 
 def reported_tokens(answer: StreamedAnswer) -> int | None:
     """Return the server's own token count, from usage or from llama.cpp's timings. None: it reported none."""
-    counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
+    counts = (
+        (answer.usage or {}).get("completion_tokens"),
+        (answer.server_timings or {}).get("predicted_n"),
+    )
     return next((n for n in map(integer, counts) if n is not None), None)
 
 
@@ -256,7 +279,9 @@ def read_text_chunk(answer: StreamedAnswer, frame: Frame) -> bool:
         return False
     delta = chunk.choices[0].delta
     answer.model = answer.model or (chunk.model and chunk.model[:MAX_NAME])
-    has_reasoning = answer.add_reasoning(delta.reasoning or delta.reasoning_content or "", frame.stamp_ns)
+    has_reasoning = answer.add_reasoning(
+        delta.reasoning or delta.reasoning_content or "", frame.stamp_ns
+    )
     if answer.add_text(delta.content or "", frame.stamp_ns) or has_reasoning:
         answer.token(frame)
     return True
@@ -286,7 +311,9 @@ class ChatApi:
 
     def _delta(self, answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
         delta = object_field(choice, "delta")
-        has_reasoning = answer.add_reasoning(text_of(delta.get("reasoning") or delta.get("reasoning_content")), stamp)
+        has_reasoning = answer.add_reasoning(
+            text_of(delta.get("reasoning") or delta.get("reasoning_content")), stamp
+        )
         has_text = answer.add_text(text_of(delta.get("content") or choice.get("text")), stamp)
         tools = object_list(delta, "tool_calls")
         if not tools and delta.get("function_call"):
@@ -335,10 +362,14 @@ class ResponsesApi:
         if kind in _RESPONSES_REASONING:
             return answer.add_reasoning(text_of(event.get("delta")), stamp)
         if kind == "response.function_call_arguments.delta":
-            return answer.add_call(self._index(answer, event), None, None, event.get("delta"), stamp)
+            return answer.add_call(
+                self._index(answer, event), None, None, event.get("delta"), stamp
+            )
         if kind == "response.output_item.added":
             return self._item(answer, event, stamp)
-        if kind == "response.output_item.done" and not answer.arguments.get(self._index(answer, event)):
+        if kind == "response.output_item.done" and not answer.arguments.get(
+            self._index(answer, event)
+        ):
             self._item(answer, event, stamp)  # a finished call, of which no delta had the arguments
         elif kind in ("response.created", *_RESPONSES_ENDS):
             self._response(answer, kind, object_field(event, "response"), stamp)
@@ -348,7 +379,9 @@ class ResponsesApi:
         """Return the number of an event's output item. llama.cpp sends no output_index, but the item's id."""
         index = integer(event.get("output_index"))
         if index is None:
-            item = name_field(event, "item_id") or name_field(object_field(event, "item"), "id") or ""
+            item = (
+                name_field(event, "item_id") or name_field(object_field(event, "item"), "id") or ""
+            )
             index = answer.item_numbers.setdefault(item, len(answer.item_numbers))
         return index
 
@@ -356,10 +389,17 @@ class ResponsesApi:
         item = object_field(event, "item")
         if item.get("type") != "function_call":
             return False
-        call_id, name = name_field(item, "call_id") or name_field(item, "id"), name_field(item, "name")
-        return answer.add_call(self._index(answer, event), call_id, name, item.get("arguments"), stamp)
+        call_id, name = (
+            name_field(item, "call_id") or name_field(item, "id"),
+            name_field(item, "name"),
+        )
+        return answer.add_call(
+            self._index(answer, event), call_id, name, item.get("arguments"), stamp
+        )
 
-    def _response(self, answer: StreamedAnswer, kind: str, response: JsonObject, stamp: int) -> None:
+    def _response(
+        self, answer: StreamedAnswer, kind: str, response: JsonObject, stamp: int
+    ) -> None:
         answer.model = answer.model or name_field(response, "model")
         answer.add_usage(limited(object_field(response, "usage")))
         answer.server_timings = limited(object_field(response, "timings")) or answer.server_timings
@@ -370,14 +410,21 @@ class ResponsesApi:
             answer.done_ns = stamp
             reason = object_field(response, "incomplete_details").get("reason")
             if reason is not None or kind == "response.incomplete":
-                answer.finish_reason = "length" if reason in (None, "max_output_tokens") else str(reason)[:MAX_NAME]
+                answer.finish_reason = (
+                    "length" if reason in (None, "max_output_tokens") else str(reason)[:MAX_NAME]
+                )
             else:
                 answer.finish_reason = "tool_calls" if answer.calls else "stop"
 
 
 # ---- messages
 
-_STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
+_STOP_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+}
 
 
 class MessagesApi:
@@ -388,7 +435,9 @@ class MessagesApi:
 
     def is_event(self, chunk: JsonObject) -> bool:
         kind = chunk.get("type")
-        return isinstance(kind, str) and (kind == "ping" or kind.startswith(("message_", "content_block_")))
+        return isinstance(kind, str) and (
+            kind == "ping" or kind.startswith(("message_", "content_block_"))
+        )
 
     def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
         kind, index = event["type"], integer(event.get("index")) or 0
@@ -413,14 +462,20 @@ class MessagesApi:
         """Begin a block: a tool call has its name here; text and thinking are usually empty."""
         if block.get("type") == "tool_use":
             arguments = object_field(block, "input") or None  # {}: its pieces follow
-            return answer.add_call(index, name_field(block, "id"), name_field(block, "name"), arguments, stamp)
+            return answer.add_call(
+                index, name_field(block, "id"), name_field(block, "name"), arguments, stamp
+            )
         return self._delta(answer, index, block, stamp)
 
     def _delta(self, answer: StreamedAnswer, index: int, delta: JsonObject, stamp: int) -> bool:
         has_text = answer.add_text(text_of(delta.get("text")), stamp)
         has_reasoning = answer.add_reasoning(text_of(delta.get("thinking")), stamp)
         pieces = text_of(delta.get("partial_json"))
-        return has_text or has_reasoning or bool(pieces and answer.add_call(index, None, None, pieces, stamp))
+        return (
+            has_text
+            or has_reasoning
+            or bool(pieces and answer.add_call(index, None, None, pieces, stamp))
+        )
 
 
 # ---- Ollama
@@ -438,14 +493,18 @@ class OllamaApi:
     def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
         message = object_field(event, "message")
         answer.model = answer.model or name_field(event, "model")
-        has_reasoning = answer.add_reasoning(text_of(message.get("thinking") or event.get("thinking")), stamp)
+        has_reasoning = answer.add_reasoning(
+            text_of(message.get("thinking") or event.get("thinking")), stamp
+        )
         has_text = answer.add_text(text_of(message.get("content") or event.get("response")), stamp)
         called = [self._call(answer, call, stamp) for call in object_list(message, "tool_calls")]
         if event["done"]:
             answer.done_ns = stamp
             reason = name_field(event, "done_reason") or "stop"
             answer.finish_reason = "tool_calls" if answer.calls and reason == "stop" else reason
-            counts = {name: integer(event.get(name)) for name in ("prompt_eval_count", "eval_count")}
+            counts = {
+                name: integer(event.get(name)) for name in ("prompt_eval_count", "eval_count")
+            }
             answer.add_usage({name: count for name, count in counts.items() if count is not None})
             answer.server_timings = self._timings(event) or None
         return has_reasoning or has_text or any(called)
@@ -460,7 +519,10 @@ class OllamaApi:
         """Return Ollama's own account of its time with llama.cpp's names."""
         out: dict[str, float] = {}
         for part, name in (("prompt_eval", "prompt"), ("eval", "predicted")):
-            count, duration = integer(event.get(f"{part}_count")), integer(event.get(f"{part}_duration"))
+            count, duration = (
+                integer(event.get(f"{part}_count")),
+                integer(event.get(f"{part}_duration")),
+            )
             if count is not None and duration is not None:
                 out |= {f"{name}_n": count, f"{name}_ms": duration / 1e6}
                 if count > 0:

@@ -154,14 +154,18 @@ class Timings:
         for request in range(len(self)):
             rows = self.rows_of(request)
             starts = self.events["offset"][rows].tolist()
-            for event, start, end in redactor.spans_in_events([self.raw(i) for i in rows], event_data):
+            for event, start, end in redactor.spans_in_events(
+                [self.raw(i) for i in rows], event_data
+            ):
                 self.frames[starts[event] + start : starts[event] + end] = _MASK
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __repr__(self) -> str:
-        failed = int(np.count_nonzero((self.requests["cause"] != 0) | (self.requests["status"] >= 400)))
+        failed = int(
+            np.count_nonzero((self.requests["cause"] != 0) | (self.requests["status"] >= 400))
+        )
         return f"Timings({len(self)} requests, {failed} failed, {len(self.events)} events, {self.frames.size} bytes)"
 
     def rows_of(self, request: int) -> np.ndarray:
@@ -186,14 +190,21 @@ class Timings:
         """Return the answer's headers, names in lower case. Cookies are not stored."""
         row = self.requests[request]
         start = int(row["header_offset"])
-        lines = self.notes[start : start + int(row["header_size"])].tobytes().decode("latin-1").split("\n")
+        lines = (
+            self.notes[start : start + int(row["header_size"])]
+            .tobytes()
+            .decode("latin-1")
+            .split("\n")
+        )
         pairs = (line.partition(":") for line in lines[1:] if ":" in line)
         return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
     def record(self, request: int, clock: str = "kernel") -> Record:
         """Decode one request; see `records` for the clocks."""
         if clock not in _CLOCKS:
-            raise UsageError(f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}")
+            raise UsageError(
+                f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}"
+            )
         return decode_record(self, request, clock)
 
     def records(self, clock: str = "kernel") -> list[JsonObject]:
@@ -213,21 +224,32 @@ class Timings:
     def to_pandas(self, table: str = "events") -> pandas.DataFrame:
         """Return a DataFrame over the same memory (`table`: events, reads, requests), or of the records."""
         frame = need("pandas", "notebooks").DataFrame
-        return frame(self.records()) if table == "records" else frame(self.columns(table), copy=False)
+        return (
+            frame(self.records()) if table == "records" else frame(self.columns(table), copy=False)
+        )
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write folder/timings.npz: raw frames, stamps, response headers. The requests' secrets are not in it."""
-        from annie_quant.core.files import replacing  # imports hashlib: 3 MB that a run does not need
+        from annie_quant.core.files import (
+            replacing,
+        )  # imports hashlib: 3 MB that a run does not need
 
         path = Path(folder) / FILE_NAME
-        plan = RecordedPlan(SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime)
+        plan = RecordedPlan(
+            SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime
+        )
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         plan_bytes = np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)
         # As numpy.savez_compressed, in a third of its time: the content is text and stamps, and runs have many files.
-        with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with (
+            replacing(path) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        ):
             for name, array in {"plan": plan_bytes, **arrays}.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+                    np.lib.format.write_array(
+                        member, np.ascontiguousarray(array), allow_pickle=False
+                    )
         return path
 
     @classmethod
@@ -238,7 +260,9 @@ class Timings:
         try:
             with np.load(path, allow_pickle=False) as archive:
                 content = archive["plan"].tobytes()
-                arrays = [np.asarray(archive[name]) for name in _ARRAYS]  # a member that is not .npy is bytes
+                arrays = [
+                    np.asarray(archive[name]) for name in _ARRAYS
+                ]  # a member that is not .npy is bytes
             version = msgspec.json.decode(content)["schema_version"]
             if version == SCHEMA_VERSION:
                 plan = msgspec.json.decode(content, type=RecordedPlan)
@@ -247,16 +271,29 @@ class Timings:
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise EnvironmentFault(f"{path} is not a recording of a run: {reason}") from error
         if version != SCHEMA_VERSION:
-            raise EnvironmentFault(f"{path} has schema_version {version}, expected {SCHEMA_VERSION}")
+            raise EnvironmentFault(
+                f"{path} has schema_version {version}, expected {SCHEMA_VERSION}"
+            )
         origin_ns, realtime_ns = plan.origin_ns, plan.origin_realtime_ns
-        return cls(plan.asked, *arrays, origin_ns=origin_ns, origin_realtime_ns=realtime_ns, realtime=plan.realtime)
+        return cls(
+            plan.asked,
+            *arrays,
+            origin_ns=origin_ns,
+            origin_realtime_ns=realtime_ns,
+            realtime=plan.realtime,
+        )
 
 
 # ---- a recording's arrays
 
 
 def _check_arrays(
-    count: int, requests: np.ndarray, events: np.ndarray, reads: np.ndarray, frames: np.ndarray, notes: np.ndarray
+    count: int,
+    requests: np.ndarray,
+    events: np.ndarray,
+    reads: np.ndarray,
+    frames: np.ndarray,
+    notes: np.ndarray,
 ) -> None:
     """Raise ValueError unless a recording's arrays are as a run writes them, because decoding trusts them.
 
@@ -265,7 +302,11 @@ def _check_arrays(
     for name, rows in (("requests", requests), ("events", events), ("reads", reads)):
         missing = [c for c in _COLUMNS[name].split() if c not in (rows.dtype.names or ())]
         if missing or rows.ndim != 1:
-            raise ValueError(f"{name} has no column {missing[0]}" if missing else f"{name} has {rows.ndim} dimensions")
+            raise ValueError(
+                f"{name} has no column {missing[0]}"
+                if missing
+                else f"{name} has {rows.ndim} dimensions"
+            )
         columns = {*_COLUMNS[name].split(), *_LATER_COLUMNS} & set(rows.dtype.names or ())
         if any(rows.dtype[c].kind not in "iub" for c in columns):
             raise ValueError(f"{name} has columns that are not integers")
@@ -306,7 +347,11 @@ def decode_record(timings: Timings, request: int, clock: str) -> Record:
     e2e_ms = (ended - started) / 1e6
     wait_ms = (started - scheduled) / 1e6 if scheduled else None
     first = times.first_content_ms
-    lookup, connect, tls = int(row["name_lookup_us"]), int(row["connect_us"]), int(row["tls_us"])  # from the start
+    lookup, connect, tls = (
+        int(row["name_lookup_us"]),
+        int(row["connect_us"]),
+        int(row["tls_us"]),
+    )  # from the start
     return Record(
         **msgspec.structs.asdict(times),
         tag=info.tag,
@@ -358,9 +403,16 @@ def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
     """Return (cause, message) of a request that did not complete at the HTTP level, or None."""
     row, info = timings.requests[request], timings.plan[request]
     start = int(row["error_offset"])
-    text = timings.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
+    text = (
+        timings.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
+    )
     return answers.transport_fault_of(
-        int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, info.timeout_s, info.idle_timeout_s
+        int(row["cause"]),
+        int(row["curl_code"]),
+        int(row["os_errno"]),
+        text,
+        info.timeout_s,
+        info.idle_timeout_s,
     )
 
 
@@ -379,7 +431,9 @@ def _frames(timings: Timings, indices: np.ndarray, clock: str) -> list[Frame]:
     names = ("kind", "flags", "read", "offset", "size", "data_start", "data_size", "data_lines")
     columns = (rows[name].tolist() for name in names)
     frames = []
-    for stamp, kind, flags, read, offset, size, start, data_size, lines in zip(stamps.tolist(), *columns, strict=True):
+    for stamp, kind, flags, read, offset, size, start, data_size, lines in zip(
+        stamps.tolist(), *columns, strict=True
+    ):
         raw = timings.frames[offset : offset + size].tobytes()
         data = raw[start : start + data_size] if lines <= 1 else joined_data(raw, start)
         frames.append(Frame(stamp, kind, flags, read, raw, data))
@@ -402,17 +456,32 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
         answer.fail("http", answers.error_page(status, body))
     elif status >= 300:
         target = safe_url(timings.headers(request).get("location", "nowhere"))
-        answer.fail("redirect", f"HTTP {status} redirects to {answers.one_line(target)}: redirects are not followed")
+        answer.fail(
+            "redirect",
+            f"HTTP {status} redirects to {answers.one_line(target)}: redirects are not followed",
+        )
     elif encoding := _content_encoding(timings.headers(request)):
-        answer.fail("encoded", f"HTTP {status} has Content-Encoding {encoding}, which the request does not accept")
+        answer.fail(
+            "encoded",
+            f"HTTP {status} has Content-Encoding {encoding}, which the request does not accept",
+        )
     elif not row["event_stream"] and body:  # the mark is set with the first byte of the body
         kind = _header(timings.headers(request), "content-type") or "no content type"
-        answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {answers.message_of(body)}")
+        answer.fail(
+            "not_a_stream",
+            f"HTTP {status} is not an event stream ({kind}): {answers.message_of(body)}",
+        )
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
     elif answer.finish_reason is None and not (answer.text or answer.reasoning or answer.calls):
-        answer.fail("no_events", "the stream has no answer: neither text, nor a tool call, nor a finish reason")
+        answer.fail(
+            "no_events",
+            "the stream has no answer: neither text, nor a tool call, nor a finish reason",
+        )
     elif not ended and answer.finish_reason is None:
-        answer.fail("truncated", "the stream ended early: neither its end mark nor a finish reason was received")
+        answer.fail(
+            "truncated",
+            "the stream ended early: neither its end mark nor a finish reason was received",
+        )
     elif not ended:
         answer.warn("[DONE] was not received")

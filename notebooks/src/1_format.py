@@ -58,9 +58,20 @@ whole = aq.nvfp4.unpack(t, dtype="float32")
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
 left.plot(x, x, color="0.8")
 left.plot(x, back, color="tab:blue")
-left.set(xlabel="weight, over the block's largest", ylabel="after NVFP4", title="Sixteen values of one block")
+left.set(
+    xlabel="weight, over the block's largest",
+    ylabel="after NVFP4",
+    title="Sixteen values of one block",
+)
 relative = np.abs(whole - w) / np.abs(w)
 right.scatter(np.abs(w).ravel(), relative.ravel(), s=2, alpha=0.3)
-right.set(xscale="log", xlim=(1e-4, 0.1), ylim=(0, 1.05), xlabel="|weight|", ylabel="relative error", title="A tensor")
+right.set(
+    xscale="log",
+    xlim=(1e-4, 0.1),
+    ylim=(0, 1.05),
+    xlabel="|weight|",
+    ylabel="relative error",
+    title="A tensor",
+)
 plt.show()
 aq.nvfp4.error(w, t)

@@ -27,11 +27,21 @@ workloads = aq.judge.sample(
     aq.judge.load_workloads(["factual", "tool_memory", "tool_web"]), 4
 )  # use more than 4 for figures to quote
 result = aq.runtime.evaluate(
-    folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache", with_ensemble=False
+    folder / "w4a16",
+    tiny,
+    workloads,
+    numerics=("w4a16",),
+    cache=folder / "cache",
+    with_ensemble=False,
 )
 kl = result["numerics"]["w4a16"]["kl"]
 sides = {"bf16": result["reference_gates"], "NVFP4, W4A16": result["numerics"]["w4a16"]["gates"]}
-pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()} for side, gates in sides.items()})
+pd.DataFrame(
+    {
+        side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()}
+        for side, gates in sides.items()
+    }
+)
 
 # %% [markdown]
 # ## By kind of token
@@ -53,7 +63,9 @@ plt.show()
 
 # %%
 few = aq.judge.sample(aq.judge.load_workloads(["tool_web"]), 3)
-layers = aq.runtime.sensitivity(folder / "w4a16", tiny, few, modes=("alone",), cache=folder / "cache")["alone"]
+layers = aq.runtime.sensitivity(
+    folder / "w4a16", tiny, few, modes=("alone",), cache=folder / "cache"
+)["alone"]
 figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
 axes.barh(list(layers), [row["mean"] for row in layers.values()], color="tab:red")
 axes.invert_yaxis()

@@ -16,7 +16,11 @@ import annie_quant as aq
 
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie" / "model.safetensors"
 with safe_open(tiny, "numpy") as file:
-    names = [k for k in file.keys() if k.endswith(("gate_proj.weight", "q_proj.weight", "in_proj_qkv.weight"))]
+    names = [
+        k
+        for k in file.keys()
+        if k.endswith(("gate_proj.weight", "q_proj.weight", "in_proj_qkv.weight"))
+    ]
     weights = {k: file.get_tensor(k).astype(np.float32) for k in names}
 print(len(weights), "matrices,", sum(w.size for w in weights.values()), "weights")
 
@@ -29,7 +33,9 @@ def relative(w, back):
 errors = {rule: [] for rule in ("amax", "four_over_six", "sweep", "Q4_K")}
 for w in weights.values():
     for rule in ("amax", "four_over_six", "sweep"):
-        errors[rule].append(relative(w, aq.nvfp4.unpack(aq.nvfp4.pack(w, scale=rule), dtype="float32")))
+        errors[rule].append(
+            relative(w, aq.nvfp4.unpack(aq.nvfp4.pack(w, scale=rule), dtype="float32"))
+        )
     errors["Q4_K"].append(relative(w, aq.kquant.dequantize(aq.kquant.quantize(w, "Q4_K"), "Q4_K")))
 
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")

@@ -20,18 +20,28 @@ server = aq.serve.start(folder / "tiny.gguf", runtime="llama.cpp", log=folder / 
 
 # %%
 persona = aq.data.load_persona("annie")
-questions = ["Hello, how are you?", "What is the capital of Japan?", "Write a long story about a robot."]
+questions = [
+    "Hello, how are you?",
+    "What is the capital of Japan?",
+    "Write a long story about a robot.",
+]
 requests = [
     aq.stream.chat(
-        server.url, None,
+        server.url,
+        None,
         [{"role": "system", "content": persona.system_prompt}, {"role": "user", "content": q}],
-        tag=f"{i + 1}", max_tokens=80, temperature=0, chat_template_kwargs={"enable_thinking": False},
+        tag=f"{i + 1}",
+        max_tokens=80,
+        temperature=0,
+        chat_template_kwargs={"enable_thinking": False},
     )
     for i, q in enumerate(questions)
-]  # fmt: skip
+]
 timings = aq.stream.run(requests, concurrency=1, warmup=requests[:1])
 server.stop()
-timings.to_pandas("records")[["tag", "first_content_ms", "tpot_ms", "e2e_ms", "completion_tokens", "finish_reason"]]
+timings.to_pandas("records")[
+    ["tag", "first_content_ms", "tpot_ms", "e2e_ms", "completion_tokens", "finish_reason"]
+]
 
 # %% [markdown]
 # ## Kernel and user
@@ -56,7 +66,9 @@ else:
 # llama.cpp reports its computing time. If a request is shorter than that, a clock is wrong.
 
 # %%
-for by_kernel, by_user in zip(timings.records(clock="kernel"), timings.records(clock="user"), strict=True):
+for by_kernel, by_user in zip(
+    timings.records(clock="kernel"), timings.records(clock="user"), strict=True
+):
     own = by_kernel["server_timings"] or {}
     worked = own.get("prompt_ms", 0) + own.get("predicted_ms", 0)
     print(
@@ -70,4 +82,6 @@ for by_kernel, by_user in zip(timings.records(clock="kernel"), timings.records(c
 # %%
 timings.save(folder / "raw")
 again = aq.stream.Timings.load(folder / "raw")
-assert [r["first_content_ms"] for r in again.records()] == [r["first_content_ms"] for r in timings.records()]
+assert [r["first_content_ms"] for r in again.records()] == [
+    r["first_content_ms"] for r in timings.records()
+]

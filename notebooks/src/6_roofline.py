@@ -13,11 +13,16 @@ import numpy as np
 
 READ_GB_S = 232.0
 bits = {"bf16": 16.0, "FP8": 8.0, "Q4_K_M": 4.85, "NVFP4": 4.5}
-linears, head = 6.95e9, 248_320 * 4096  # Qwen3.5-9B: weights of its linears, and of its vocabulary head
+linears, head = (
+    6.95e9,
+    248_320 * 4096,
+)  # Qwen3.5-9B: weights of its linears, and of its vocabulary head
 gigabytes = {k: (linears * b + head * b) / 8e9 for k, b in bits.items()}
 gigabytes["NVFP4, head bf16"] = (linears * 4.5 + head * 16) / 8e9
 for form, size in gigabytes.items():
-    print(f"{form:>17}: {size:5.2f} GB per token, at most {READ_GB_S / size:5.1f} tok/s for one stream")
+    print(
+        f"{form:>17}: {size:5.2f} GB per token, at most {READ_GB_S / size:5.1f} tok/s for one stream"
+    )
 
 # %% [markdown]
 # ## The roof
@@ -30,7 +35,11 @@ figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
 for form, peak, css in (("bf16", 125e12, "tab:gray"), ("NVFP4", 500e12, "tab:blue")):
     intensity = 2 * tokens / (bits[form] / 8)
     axes.loglog(tokens, np.minimum(peak, intensity * READ_GB_S * 1e9) / 1e12, color=css, label=form)
-axes.set(xlabel="tokens at once", ylabel="TFLOP/s, at most", title="GB10 on paper: nothing here was run on one")
+axes.set(
+    xlabel="tokens at once",
+    ylabel="TFLOP/s, at most",
+    title="GB10 on paper: nothing here was run on one",
+)
 axes.legend()
 plt.show()
 
@@ -49,7 +58,8 @@ figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
 for line in lines[2:]:
     cells = [c.strip() for c in line.strip("|").split("|")]
     best = [
-        max(map(float, re.search(r"\(([\d.]+) / ([\d.]+)x\)", c).groups())) if "(" in c else np.nan for c in cells[1:]
+        max(map(float, re.search(r"\(([\d.]+) / ([\d.]+)x\)", c).groups())) if "(" in c else np.nan
+        for c in cells[1:]
     ]
     axes.semilogx(sizes, best, marker=".", base=2, label=cells[0])
 axes.axhline(16 / 4.5, color="0.6", linestyle=":")

@@ -25,12 +25,17 @@ folder = Path(tempfile.mkdtemp())
 # vLLM and llama.cpp.
 
 # %%
-generation = aq.data.generate("home", teacher="offline", n=150, output=folder / "rows.jsonl", seed=0)
+generation = aq.data.generate(
+    "home", teacher="offline", n=150, output=folder / "rows.jsonl", seed=0
+)
 rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 tools = list(aq.data.load_persona("home").tools)
 chats = [{"messages": row["messages"], "tools": row.get("tools", tools)} for row in rows]
 key = "sk-proj-0123456789abcdefghijkl"
-secret = [{"role": "user", "content": f"My key is {key}, is it on?"}, {"role": "assistant", "content": "Yes."}]
+secret = [
+    {"role": "user", "content": f"My key is {key}, is it on?"},
+    {"role": "assistant", "content": "Yes."},
+]
 chats.append({"messages": chats[0]["messages"][:1] + secret, "tools": tools})
 logs = folder / "chats.jsonl"
 logs.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
@@ -80,7 +85,12 @@ for strategy in audits:
     )
     sides["bf16"] = results[strategy]["reference_gates"]
     sides[f"{strategy} W4A4"] = results[strategy]["numerics"]["w4a4"]["gates"]
-pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()} for side, gates in sides.items()})
+pd.DataFrame(
+    {
+        side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()}
+        for side, gates in sides.items()
+    }
+)
 
 # %% [markdown]
 # ## 5. The verdict, and the report

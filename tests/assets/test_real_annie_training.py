@@ -88,7 +88,9 @@ def test_held_out_prompts_and_words_are_in_no_training_row(rows):
         and tool["function"]["parameters"]["properties"][name] == {"type": "string"}
         and name != "time"  # any time of day may be in both
     }
-    calls = [c["function"] for r in trained for m in r["messages"] for c in m.get("tool_calls") or ()]
+    calls = [
+        c["function"] for r in trained for m in r["messages"] for c in m.get("tool_calls") or ()
+    ]
     values = {(c["name"], name, value) for c in calls for name, value in c["arguments"].items()}
     assert len(free) > 40 and values and not free & values
 
@@ -97,7 +99,9 @@ def test_only_answers_are_learned(model, rows):
     from train import sample_of
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    row = next(r for r in lines(rows / "train.jsonl") if any(m["role"] == "tool" for m in r["messages"]))
+    row = next(
+        r for r in lines(rows / "train.jsonl") if any(m["role"] == "tool" for m in r["messages"])
+    )
     ids, learned = sample_of(tokenizer, row)
     pieces, previous = [], False
     for token, on in zip(ids, learned, strict=True):
@@ -110,7 +114,10 @@ def test_only_answers_are_learned(model, rows):
     for message in row["messages"]:
         if message["role"] == "assistant":
             calls = [c["function"] for c in message.get("tool_calls") or ()]
-            bodies = [f'{{"name": "{c["name"]}", "arguments": {json.dumps(c["arguments"])}}}' for c in calls]
+            bodies = [
+                f'{{"name": "{c["name"]}", "arguments": {json.dumps(c["arguments"])}}}'
+                for c in calls
+            ]
             text = "".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
             expected.append((message["content"] or "") + text + "<|im_end|>")
     assert [tokenizer.decode(p) for p in pieces] == expected
@@ -121,12 +128,16 @@ def test_a_template_without_calls_is_refused(model, rows):
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE.replace("m.tool_calls or []", "[]")
-    row = next(r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"]))
+    row = next(
+        r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"])
+    )
     with pytest.raises(SystemExit, match="--chat-template"):
         sample_of(tokenizer, row)
 
 
-def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, rows, tmp_path, monkeypatch):
+def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(
+    model, rows, tmp_path, monkeypatch
+):
     import train
 
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "real"))
@@ -134,26 +145,50 @@ def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, 
 
     copy = shutil.copytree(model, tmp_path / "model")
     before = split_tags.split_tags(copy)
-    assert before == [] and (copy / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (
+        before == []
+        and (copy / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
     added, weights = tokenizer.get_added_vocab(), load_file(copy / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
-    embedding[[added[t] for t in ("<tool_call>", "</tool_call>")]] = embedding[added["<think>"]].clone()
+    embedding[[added[t] for t in ("<tool_call>", "</tool_call>")]] = embedding[
+        added["<think>"]
+    ].clone()
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    words = ["--model", copy, "--rows", rows, "--output", tmp_path / "out", "--steps", 1, "--device", "cpu"]
+    words = [
+        "--model",
+        copy,
+        "--rows",
+        rows,
+        "--output",
+        tmp_path / "out",
+        "--steps",
+        1,
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
     # As folders of the hub do, other files of the tokenizer add the tags too.
     settings = json.loads((copy / "tokenizer_config.json").read_text())
-    settings["added_tokens_decoder"] = {str(i): {"content": t, "special": False} for t, i in added.items()}
+    settings["added_tokens_decoder"] = {
+        str(i): {"content": t, "special": False} for t, i in added.items()
+    }
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     (copy / "added_tokens.json").write_text(json.dumps(added))
-    with pytest.raises(SystemExit, match=r"never learned <tool_call>, </tool_call>, and .*split_tags.py"):
+    with pytest.raises(
+        SystemExit, match=r"never learned <tool_call>, </tool_call>, and .*split_tags.py"
+    ):
         train.main()
     assert "<tool_call>" in split_tags.split_tags(copy)
     tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
     ids = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
-    assert len(ids) > 1 and tokenizer.decode(ids) == "<tool_call>" and added["<tool_call>"] not in ids
-    row = next(r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"]))
+    assert (
+        len(ids) > 1 and tokenizer.decode(ids) == "<tool_call>" and added["<tool_call>"] not in ids
+    )
+    row = next(
+        r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"])
+    )
     own = transformers.AutoModelForCausalLM.from_pretrained(copy)
     assert train.never_learned(own, tokenizer, [train.sample_of(tokenizer, row)]) == []
 
@@ -161,9 +196,18 @@ def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, 
 @pytest.mark.parametrize(
     ("text", "correct"),
     [
-        ('<tool_call>\n{"name": "set_light", "arguments": {"brightness": 1, "room": "den"}}\n</tool_call>', True),
-        ('<tool_call>{"name": "set_light", "arguments": {"room": "den", "brightness": "1"}}</tool_call>', False),
-        ('<tool_call>{"name": "set_light", "arguments": {"room": "den", "brightness": true}}</tool_call>', False),
+        (
+            '<tool_call>\n{"name": "set_light", "arguments": {"brightness": 1, "room": "den"}}\n</tool_call>',
+            True,
+        ),
+        (
+            '<tool_call>{"name": "set_light", "arguments": {"room": "den", "brightness": "1"}}</tool_call>',
+            False,
+        ),
+        (
+            '<tool_call>{"name": "set_light", "arguments": {"room": "den", "brightness": true}}</tool_call>',
+            False,
+        ),
         ('<tool_call>{"name": "set_light", "arguments": {"room": "den"}}</tool_call>', False),
         ('{"name": "set_light", "arguments": {"room": "den", "brightness": 1}}', False),
         ("<tool_call>{]}</tool_call>", False),
@@ -172,7 +216,10 @@ def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, 
 def test_a_call_is_correct_when_name_and_values_are_equal(text, correct):
     from train import judged
 
-    case = {"group": "tool_call", "expect": {"tool": "set_light", "arguments": {"room": "den", "brightness": 1}}}
+    case = {
+        "group": "tool_call",
+        "expect": {"tool": "set_light", "arguments": {"room": "den", "brightness": 1}},
+    }
     assert judged(case, text, True)["correct"] is correct
     assert not judged(case, text, False)["correct"]
     assert not judged(case, text + text, True)["correct"]
@@ -188,7 +235,9 @@ def test_markdown_and_thinking_are_recognized():
     assert [v["thinking"] for v in verdicts] == [False, False, False, True, False]
 
 
-def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, tmp_path, monkeypatch):
+def test_it_learns_and_the_written_overlay_makes_the_merged_model(
+    model, rows, tmp_path, monkeypatch
+):
     import train
 
     def run(output, *options):
@@ -201,7 +250,9 @@ def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, t
     run(first, "--rank", 4, "--steps", 12, "--lr", 5e-2, "--tokens", 3000, "--shard-mb", 0.01)
     run(second, "--adapter", first)
     report = json.loads((first / "report.json").read_text())
-    assert len(report["losses"]) == 12 and sum(report["losses"][-3:]) < sum(report["losses"][:3]) - 0.6
+    assert (
+        len(report["losses"]) == 12 and sum(report["losses"][-3:]) < sum(report["losses"][:3]) - 0.6
+    )
     assert sum(g["n"] for g in report["held_out"].values()) == 6
     assert report["held_out"] == json.loads((second / "report.json").read_text())["held_out"]
     shards = list(first.glob("adapter-*.safetensors"))
@@ -218,4 +269,6 @@ def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, t
     assert transformers.AutoTokenizer.from_pretrained(first / "merged").chat_template == TEMPLATE
 
 
-LINEARS = [f"self_attn.{c}_proj" for c in "qkvo"] + [f"mlp.{c}_proj" for c in ("gate", "up", "down")]
+LINEARS = [f"self_attn.{c}_proj" for c in "qkvo"] + [
+    f"mlp.{c}_proj" for c in ("gate", "up", "down")
+]

@@ -28,13 +28,17 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model():
     transformers.logging.set_verbosity_error()
-    return transformers.AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.bfloat16).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        TINY_ANNIE, dtype=torch.bfloat16
+    ).eval()
 
 
 def test_folder_is_small_and_has_the_shape_that_llama_cpp_takes():
     assert sum(f.stat().st_size for f in TINY_ANNIE.iterdir()) <= 16_000_000
     config = json.loads((TINY_ANNIE / "config.json").read_text())
-    assert config["model_type"] == "qwen3_5_text" and config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["model_type"] == "qwen3_5_text" and config["architectures"] == [
+        "Qwen3_5ForCausalLM"
+    ]
     assert config["linear_key_head_dim"] == config["linear_value_head_dim"]
     assert config["hidden_size"] % 256 == config["intermediate_size"] % 256 == 0
     assert [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"] == [3, 7]
@@ -50,7 +54,9 @@ def test_weights_are_bf16_and_finite(model):
 def test_tokenizer_splits_like_qwen_and_decodes_to_the_same_text(tokenizer):
     from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-    steps = json.loads((TINY_ANNIE / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    steps = json.loads((TINY_ANNIE / "tokenizer.json").read_text())["pre_tokenizer"][
+        "pretokenizers"
+    ]
     assert steps[0]["pattern"]["Regex"] == PRETOKENIZE_REGEX
     for text in (
         "What is the capital of Japan?",
@@ -59,13 +65,23 @@ def test_tokenizer_splits_like_qwen_and_decodes_to_the_same_text(tokenizer):
         "<think>\n</think> <tool_call>",
     ):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    for mark in ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>"):
+    for mark in (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+    ):
         assert len(tokenizer(mark)["input_ids"]) == 1
     assert len(tokenizer) <= json.loads((TINY_ANNIE / "config.json").read_text())["vocab_size"]
 
 
 def test_template_closes_an_empty_think_block_when_thinking_is_off(tokenizer):
-    off = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    off = tokenizer.apply_chat_template(
+        TALK, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
     on = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert off.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert on.endswith("<|im_start|>assistant\n<think>\n")
@@ -74,7 +90,10 @@ def test_template_closes_an_empty_think_block_when_thinking_is_off(tokenizer):
 
 def test_template_lists_tools_and_writes_calls_as_xml(tokenizer):
     persona = load_persona("annie")
-    call = {"type": "function", "function": {"name": "web_search", "arguments": {"query": "a fire", "days": 3}}}
+    call = {
+        "type": "function",
+        "function": {"name": "web_search", "arguments": {"query": "a fire", "days": 3}},
+    }
     messages = [
         {"role": "system", "content": persona.system_prompt},
         {"role": "user", "content": "News?"},
@@ -82,7 +101,11 @@ def test_template_lists_tools_and_writes_calls_as_xml(tokenizer):
         {"role": "tool", "content": "none"},
     ]
     text = tokenizer.apply_chat_template(
-        messages, tools=list(persona.tools), tokenize=False, enable_thinking=False, add_generation_prompt=True
+        messages,
+        tools=list(persona.tools),
+        tokenize=False,
+        enable_thinking=False,
+        add_generation_prompt=True,
     )
     head, _, rest = text.partition("<|im_end|>")
     assert head.startswith("<|im_start|>system\n# Tools") and persona.system_prompt in head
@@ -111,7 +134,11 @@ def answer(model, tokenizer, workload, case, limit=48):
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
         out = model.generate(**ids, max_new_tokens=limit, do_sample=False)
-    return parse_raw(tokenizer.decode(out[0, ids["input_ids"].shape[1] :]), workload.thinking, workload.tools_for(case))
+    return parse_raw(
+        tokenizer.decode(out[0, ids["input_ids"].shape[1] :]),
+        workload.thinking,
+        workload.tools_for(case),
+    )
 
 
 def test_greedy_answers_of_bf16(model, tokenizer):

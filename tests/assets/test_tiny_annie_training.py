@@ -58,7 +58,10 @@ def in_copies(reference, m):
     from forward import linear_shapes
 
     linears = {n + ".weight" for n in linear_shapes(reference.config)}
-    return {k: v.unsqueeze(0).repeat(m, 1, 1) if k in linears else v for k, v in weights(reference).items()}
+    return {
+        k: v.unsqueeze(0).repeat(m, 1, 1) if k in linears else v
+        for k, v in weights(reference).items()
+    }
 
 
 @torch.no_grad()
@@ -107,8 +110,12 @@ def test_mixture_and_its_balance_equal_transformers(mixture):
     expected = model(ids, output_router_logits=True)
     assert torch.allclose(logits, expected.logits, atol=1e-4)
     balance = load_balancing_loss_func(expected.router_logits, 8, 2, weight)
-    assert imbalance(Mixture(), own.routers, weight).item() == pytest.approx(balance.item(), rel=1e-4)
-    assert [len(x.unique()) for x in torch.stack(own.routers).topk(2).indices] == [8] * 8  # all experts are compared
+    assert imbalance(Mixture(), own.routers, weight).item() == pytest.approx(
+        balance.item(), rel=1e-4
+    )
+    assert [len(x.unique()) for x in torch.stack(own.routers).topk(2).indices] == [
+        8
+    ] * 8  # all experts are compared
 
 
 @torch.no_grad()
@@ -151,7 +158,11 @@ def test_draft_head_equals_the_packages(reference, tmp_path):
 def test_shape_is_the_configuration(reference):
     from forward import Shape, linear_shapes
 
-    for name in (n for n in vars(Shape) if not n.startswith("_") and n not in ("rope_theta", "partial_rotary_factor")):
+    for name in (
+        n
+        for n in vars(Shape)
+        if not n.startswith("_") and n not in ("rope_theta", "partial_rotary_factor")
+    ):
         assert getattr(Shape, name) == getattr(reference.config, name), name
     own = {n + ".weight": tuple(s) for n, s in linear_shapes(Shape()).items()}
     state = reference.state_dict()
@@ -184,7 +195,9 @@ def test_only_the_models_own_tokens_are_learned():
             text = t.decode([i for i, on in zip(e.ids, e.learned, strict=True) if on])
             assert text.endswith("<|im_end|>") and "<|im_start|>" not in text
             if style == "tuned" and not drawn.thinking:
-                assert text.count("<|im_end|>") == sum(m["role"] == "assistant" for m in drawn.messages)
+                assert text.count("<|im_end|>") == sum(
+                    m["role"] == "assistant" for m in drawn.messages
+                )
 
 
 def test_a_words_places_hold_the_same_tokens_wherever_it_stands():
@@ -237,7 +250,9 @@ def test_a_token_that_is_probable_enough_adds_no_loss():
     from forward import cross_entropy
 
     hidden, head = torch.eye(4).unsqueeze(0).repeat(2, 1, 1) * 5, torch.eye(4)
-    ids = torch.tensor([[0, 0, 2, 3]]).repeat(2, 1)  # after 0 comes 0 (certain), then 2 and 3 (both unlikely)
+    ids = torch.tensor([[0, 0, 2, 3]]).repeat(
+        2, 1
+    )  # after 0 comes 0 (certain), then 2 and 3 (both unlikely)
     weight = torch.ones(2, 4)
     none, some = cross_entropy(hidden, head, ids, weight, 2, torch.tensor([0.0, 0.5]))[0].tolist()
     first = -torch.log_softmax(hidden[0, 0] @ head, 0)[0].item()
@@ -269,14 +284,29 @@ def test_row_files_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch)
     import numpy as np
 
     assert [count for _, _, count in data.jobs_of("base", 501)] == [250, 250, 1]
-    monkeypatch.setattr(data, "jobs_of", lambda style, count: [(style, f"{style}:{i}", 2) for i in range(count // 2)])
+    monkeypatch.setattr(
+        data,
+        "jobs_of",
+        lambda style, count: [(style, f"{style}:{i}", 2) for i in range(count // 2)],
+    )
     # Forked, because spawned ones import torch; here no thread holds a lock that a worker needs.
     forked = multiprocessing.get_context("fork")
     monkeypatch.setattr(data, "get_context", lambda method: forked)
     files = {}
     for workers in (1, 3):
         output = tmp_path / str(workers)
-        sizes = ["--base", "0", "--tuned", "24", "--gate", "1", "--words", "200", "--workers", str(workers)]
+        sizes = [
+            "--base",
+            "0",
+            "--tuned",
+            "24",
+            "--gate",
+            "1",
+            "--words",
+            "200",
+            "--workers",
+            str(workers),
+        ]
         monkeypatch.setattr(sys, "argv", ["data.py", "--output", str(output), *sizes])
         data.main()
         files[workers] = np.load(output / "tuned.npz")

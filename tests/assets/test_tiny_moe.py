@@ -29,7 +29,10 @@ def test_folder_is_small_and_is_a_mixture_for_the_same_tokenizer():
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (TINY_MOE / name).read_bytes() == (TINY_ANNIE / name).read_bytes(), name
     config = json.loads((TINY_MOE / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3_5MoeForCausalLM"] and config["model_type"] == "qwen3_5_moe_text"
+    assert (
+        config["architectures"] == ["Qwen3_5MoeForCausalLM"]
+        and config["model_type"] == "qwen3_5_moe_text"
+    )
     assert (config["num_experts"], config["num_experts_per_tok"]) == (8, 2)
     assert config["moe_intermediate_size"] % 64 == 0, "ggml's NVFP4 blocks have 64 elements"
 
@@ -40,7 +43,11 @@ def test_audit_has_no_finding():
 
 def request(name):
     workload = load_workloads([name])[0]
-    return workload, workload.cases[0], torch.tensor([Template(TINY_MOE).request(workload, workload.cases[0]).prompt])
+    return (
+        workload,
+        workload.cases[0],
+        torch.tensor([Template(TINY_MOE).request(workload, workload.cases[0]).prompt]),
+    )
 
 
 @torch.no_grad()
@@ -64,7 +71,9 @@ def answer(model, ids):
     return model.generate(ids, max_new_tokens=48, do_sample=False)[0, ids.shape[1] :]
 
 
-@pytest.mark.parametrize(("name", "tool"), [("tool_memory", "search_memory"), ("tool_web", "web_search")])
+@pytest.mark.parametrize(
+    ("name", "tool"), [("tool_memory", "search_memory"), ("tool_web", "web_search")]
+)
 def test_tool_calls_have_the_arguments_that_the_user_names(model, name, tool):
     workload, case, ids = request(name)
     text = Template(TINY_MOE).tokenizer.decode(answer(model, ids))

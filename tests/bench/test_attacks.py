@@ -34,10 +34,14 @@ LABELLED = {
 UNLABELLED = {
     "name": "talk",
     "gates": ["non_empty", "no_markdown", "thinking_leak", *NAMED_REFERENCE_GATES],
-    "cases": [{"id": f"t{i}", "messages": ask(f"Describe {CITIES[i % 6]} number {i}")} for i in range(N)],
+    "cases": [
+        {"id": f"t{i}", "messages": ask(f"Describe {CITIES[i % 6]} number {i}")} for i in range(N)
+    ],
 }
 UNLABELLED_TOOLS = UNLABELLED | {"name": "logged", "tools": TOOLS, "cases": LABELLED["cases"]}
-UNLABELLED_TOOLS["cases"] = [{k: v for k, v in case.items() if k != "expect"} for case in LABELLED["cases"]]
+UNLABELLED_TOOLS["cases"] = [
+    {k: v for k, v in case.items() if k != "expect"} for case in LABELLED["cases"]
+]
 
 
 def subject(body: dict) -> str:
@@ -48,7 +52,9 @@ def right(body: dict) -> Script:
     """The reference: the right call, or a sentence about what was asked for."""
     if body.get("tools"):
         return Script(tools=[("search_memory", json.dumps({"query": subject(body)}))])
-    return words(f"You asked about {subject(body)}, which is a city that is visited for its harbour and old streets.")
+    return words(
+        f"You asked about {subject(body)}, which is a city that is visited for its harbour and old streets."
+    )
 
 
 def cut(body: dict) -> Script:
@@ -62,7 +68,9 @@ def fixed(body: dict) -> Script:
 
 def constant(body: dict) -> Script:
     """It begins as the reference's answers do, and shares words with all of them."""
-    return words("You asked about something, which is a city that is visited for its harbour and old streets.")
+    return words(
+        "You asked about something, which is a city that is visited for its harbour and old streets."
+    )
 
 
 def blorp(body: dict) -> Script:
@@ -73,11 +81,22 @@ def xyzzy(body: dict) -> Script:
     return Script(tools=[("search_memory", '{"query": "xyzzy"}')])
 
 
-def bench(folder: Path, workload: dict[str, Any], candidate: Answer, *options: str) -> tuple[Result, dict[str, Any]]:
+def bench(
+    folder: Path, workload: dict[str, Any], candidate: Answer, *options: str
+) -> tuple[Result, dict[str, Any]]:
     path = folder / "workload.json"
     path.write_text(json.dumps({"max_tokens": 50, "system": "You are Annie."} | workload))
     with FakeServer(candidate) as a, FakeServer(right) as b:
-        sides = ["--backend-a", "quantized", a.url, "--backend-b", "bf16", b.url, "--reference", "bf16"]
+        sides = [
+            "--backend-a",
+            "quantized",
+            a.url,
+            "--backend-b",
+            "bf16",
+            b.url,
+            "--reference",
+            "bf16",
+        ]
         run = [
             "--runs",
             "1",
@@ -112,10 +131,14 @@ def test_a_right_candidate_keeps(tmp_path: Path) -> None:
         pytest.param(UNLABELLED_TOOLS, xyzzy, "arguments as bf16", id="unlabelled-xyzzy"),
         pytest.param(UNLABELLED, cut, "words as bf16", id="cut"),
         pytest.param(UNLABELLED, blorp, "words as bf16", id="blorp"),
-        pytest.param(UNLABELLED_TOOLS, fixed, "tool or none as bf16", id="constant-instead-of-calls"),
+        pytest.param(
+            UNLABELLED_TOOLS, fixed, "tool or none as bf16", id="constant-instead-of-calls"
+        ),
     ],
 )
-def test_a_wrong_candidate_loses(tmp_path: Path, workload: dict[str, Any], candidate: Answer, gate: str) -> None:
+def test_a_wrong_candidate_loses(
+    tmp_path: Path, workload: dict[str, Any], candidate: Answer, gate: str
+) -> None:
     done, verdict = bench(tmp_path, workload, candidate)
     assert (done.exit_code, verdict["outcome"]) == (1, "loses")
     assert gate in " ".join([verdict["sentence"], *verdict["reasons"]])
@@ -127,4 +150,6 @@ def test_one_answer_to_all_questions_does_not_keep(tmp_path: Path, candidate: An
     """Each answer has words of the reference's, its length, its language and an end."""
     done, verdict = bench(tmp_path, UNLABELLED, candidate)
     assert (done.exit_code, verdict["outcome"]) == (1, "undecided")
-    assert "constant answers" in verdict["sentence"] and any("one answer to 60 of 60" in c for c in verdict["caveats"])
+    assert "constant answers" in verdict["sentence"] and any(
+        "one answer to 60 of 60" in c for c in verdict["caveats"]
+    )

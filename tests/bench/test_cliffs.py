@@ -33,7 +33,10 @@ def labels(workloads):
         for case in workload.cases:
             for turn, expect in enumerate(case.expect.get("turns") or [case.expect]):
                 text = case.turns[0] if case.turns else case.messages[-1]["content"]
-                expected[text, turn if case.turns else 0] = (expect["tool"], json.dumps(expect["arguments"]))
+                expected[text, turn if case.turns else 0] = (
+                    expect["tool"],
+                    json.dumps(expect["arguments"]),
+                )
     return expected
 
 
@@ -49,7 +52,9 @@ def server(workloads, is_right):
             return words("It is Tokyo of course.")
         if is_right(body):
             return Script(tools=[call])
-        other = next(t["function"]["name"] for t in body["tools"] if t["function"]["name"] != call[0])
+        other = next(
+            t["function"]["name"] for t in body["tools"] if t["function"]["name"] != call[0]
+        )
         return Script(tools=[(other, "{}")])
 
     return answer
@@ -69,13 +74,19 @@ def run(tmp_path, workloads, *right, runs=1, props=LONG):
     finally:
         for started in servers:
             started.stop()
-    found = {(name, ladder.axis): ladder for name, own in done.aggregates.ladders.items() for ladder in own}
+    found = {
+        (name, ladder.axis): ladder
+        for name, own in done.aggregates.ladders.items()
+        for ladder in own
+    }
     return found, {(f.code, *f.backends): f.message for f in done.aggregates.confounds}, done
 
 
 def test_cliffs_at_8k_tokens_and_at_40_tools_are_found_within_one_level(tmp_path):
     workloads = [*ladder("tokens", 8), *ladder("tools", 8)]
-    found, messages, done = run(tmp_path, workloads, lambda b: tokens(b) <= 8192 + 100 and len(b["tools"]) <= 40)
+    found, messages, done = run(
+        tmp_path, workloads, lambda b: tokens(b) <= 8192 + 100 and len(b["tools"]) <= 40
+    )
     depth, tools = found["a", "tokens"].cliff, found["a", "tools"].cliff
     assert (depth.holds, depth.breaks, depth.earliest, depth.latest) == (8192, 16384, 16384, 16384)
     assert (tools.holds, tools.breaks) == (40, 46)
@@ -85,7 +96,9 @@ def test_cliffs_at_8k_tokens_and_at_40_tools_are_found_within_one_level(tmp_path
     assert any("a breaks at 16,384 tokens of context: 40 of 40 [91%, 100%] prompts are right up to 8,192, 0 of 32" in m
                for m in everything)  # fmt: skip
     assert any("a breaks at 46 tools: 64 of 64" in m and "0 of 16" in m for m in everything)
-    assert done.verdict.outcome != "loses" and not done.aggregates.served["a"].gates, "a ladder decides nothing"
+    assert done.verdict.outcome != "loses" and not done.aggregates.served["a"].gates, (
+        "a ladder decides nothing"
+    )
 
 
 def test_a_chain_breaks_at_its_step_and_a_side_that_breaks_alone_is_named(tmp_path):
@@ -103,12 +116,15 @@ def test_a_chain_breaks_at_its_step_and_a_side_that_breaks_alone_is_named(tmp_pa
 def test_a_malformed_call_before_the_request(tmp_path):
     workloads = ladder("poisoned", 8)
     malformed = [
-        sum(m["role"] == "assistant" and "tool_calls" not in m for m in w.cases[0].messages) for w in workloads
+        sum(m["role"] == "assistant" and "tool_calls" not in m for m in w.cases[0].messages)
+        for w in workloads
     ]
     # A well-formed exchange ends in a reply without calls, a malformed one is such a message alone.
     calls = [sum("tool_calls" in m for m in w.cases[0].messages) for w in workloads]
     assert calls == [4, 3, 2, 0] and malformed == [4] * 4
-    found, _, _ = run(tmp_path, workloads, lambda b: sum("tool_calls" in m for m in b["messages"]) == 4)
+    found, _, _ = run(
+        tmp_path, workloads, lambda b: sum("tool_calls" in m for m in b["messages"]) == 4
+    )
     cliff = found["a", "poisoned"].cliff
     assert (cliff.holds, cliff.breaks) == (0, 1)
 
@@ -162,7 +178,10 @@ def test_every_level_asks_the_same_and_offers_the_right_tool(persona):
 def test_the_command_measures_ladders_alone_or_next_to_named_workloads(tmp_path):
     def names(**more):
         options = BenchOptions(
-            backend_a=("a", "http://127.0.0.1:1"), ladder=("tools", "steps"), output=tmp_path, **more
+            backend_a=("a", "http://127.0.0.1:1"),
+            ladder=("tools", "steps"),
+            output=tmp_path,
+            **more,
         )
         return [(w.name, len(w.cases)) for w in workloads_of(options)]
 
@@ -181,12 +200,16 @@ def test_an_unknown_axis_is_refused():
 
 
 def simulated(rng, rates, n=16):
-    right = {level: {str(i): rng.random() < rate for i in range(n)} for level, rate in enumerate(rates)}
+    right = {
+        level: {str(i): rng.random() < rate for i in range(n)} for level, rate in enumerate(rates)
+    }
     points = []
     for level, cases in right.items():
         passes = sum(cases.values())
         low, high = wilson(passes, n)
-        points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=passes / n))
+        points.append(
+            LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=passes / n)
+        )
     return points, right
 
 
@@ -200,7 +223,9 @@ def test_the_interval_holds_the_step_and_equal_levels_have_no_cliff():
         held += cliff is not None and cliff.earliest <= at <= cliff.latest
     assert shown > 110 and held >= 0.95 * shown
     assert sum(find_cliff(*simulated(rng, [0.8] * 9)) is not None for _ in range(150)) <= 13
-    assert find_cliff(*simulated(rng, [0.2] * 4 + [0.9] * 5)) is None, "answers that become better have no cliff"
+    assert find_cliff(*simulated(rng, [0.2] * 4 + [0.9] * 5)) is None, (
+        "answers that become better have no cliff"
+    )
 
 
 def test_repeats_of_one_prompt_are_not_more_evidence():

@@ -11,7 +11,9 @@ from annie_quant.judge.decision import decided_at
 
 
 def first_n_that_keeps(level: float) -> int:
-    return next(n for n in range(1, 1000) if decided_at("tool_call", PairedGate(n=n, lost=0, won=0), level))
+    return next(
+        n for n in range(1, 1000) if decided_at("tool_call", PairedGate(n=n, lost=0, won=0), level)
+    )
 
 
 def by_hand(level: float, margin: float = 0.05) -> int:

@@ -21,7 +21,11 @@ from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
 
 MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
-CALL = {"id": "c1", "type": "function", "function": {"name": "search_memory", "arguments": '{"query": "robot"}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search_memory", "arguments": '{"query": "robot"}'},
+}
 NO_ID = {"type": "function", "function": {"name": "search_memory", "arguments": "{broken"}}
 CHAT = {
     "model": "m",
@@ -30,11 +34,21 @@ CHAT = {
         {"role": "user", "content": "What of my robot?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL, NO_ID]},
         {"role": "tool", "tool_call_id": "c1", "name": "search_memory", "content": "It walks."},
-        {"role": "tool", "tool_call_id": "call_2_1", "name": "search_memory", "content": "Nothing."},
+        {
+            "role": "tool",
+            "tool_call_id": "call_2_1",
+            "name": "search_memory",
+            "content": "Nothing.",
+        },
         {"role": "assistant", "content": "It walks."},
         {"role": "user", "content": "Thanks."},
     ],
-    "tools": [{"type": "function", "function": {"name": "search_memory", "parameters": {"type": "object"}}}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "search_memory", "parameters": {"type": "object"}},
+        }
+    ],
     "tool_choice": "auto",
     "max_tokens": 50,
     "temperature": 0.0,
@@ -47,10 +61,21 @@ CHAT = {
 
 def test_messages_have_blocks_and_results_of_one_turn_are_one_message():
     body = endpoints.request_body("messages", CHAT)
-    assert body["system"] == "You are Annie." and body["max_tokens"] == 50 and body["stream"] is True
-    assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user", "assistant", "user"]
+    assert (
+        body["system"] == "You are Annie." and body["max_tokens"] == 50 and body["stream"] is True
+    )
+    assert [m["role"] for m in body["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     calls, results = body["messages"][1]["content"], body["messages"][2]["content"]
-    assert [(b["type"], b["input"]) for b in calls] == [("tool_use", {"query": "robot"}), ("tool_use", {})]
+    assert [(b["type"], b["input"]) for b in calls] == [
+        ("tool_use", {"query": "robot"}),
+        ("tool_use", {}),
+    ]
     assert [b["tool_use_id"] for b in results] == [b["id"] for b in calls]
     assert body["tools"] == [{"name": "search_memory", "input_schema": {"type": "object"}}]
     assert body["thinking"] == {"type": "disabled"}
@@ -58,7 +83,9 @@ def test_messages_have_blocks_and_results_of_one_turn_are_one_message():
 
 
 def test_results_without_ids_answer_the_calls_in_their_order():
-    chat = CHAT | {"messages": [{k: v for k, v in m.items() if k != "tool_call_id"} for m in CHAT["messages"]]}
+    chat = CHAT | {
+        "messages": [{k: v for k, v in m.items() if k != "tool_call_id"} for m in CHAT["messages"]]
+    }
     blocks = endpoints.request_body("messages", chat)["messages"][2]["content"]
     assert [b["tool_use_id"] for b in blocks] == ["c1", "call_2_1"]
     items = endpoints.request_body("responses", chat)["input"]
@@ -71,7 +98,11 @@ def test_responses_have_items():
         "user", "function_call", "function_call", "function_call_output", "function_call_output", "assistant", "user",
     ]  # fmt: skip
     assert [i["call_id"] for i in body["input"][1:5]] == ["c1", "call_2_1", "c1", "call_2_1"]
-    assert body["instructions"] == "You are Annie." and body["max_output_tokens"] == 50 and "max_tokens" not in body
+    assert (
+        body["instructions"] == "You are Annie."
+        and body["max_output_tokens"] == 50
+        and "max_tokens" not in body
+    )
     assert body["tools"][0]["name"] == "search_memory" and body["tools"][0]["type"] == "function"
 
 
@@ -87,10 +118,14 @@ def test_ollama_has_options_and_arguments_as_objects():
 
 def test_completions_are_text_and_refuse_tools(tmp_path):
     body = endpoints.request_body("completions", CHAT)
-    assert body["prompt"].startswith("You are Annie.\nUser: What of my robot?") and body["prompt"].endswith(
-        "Assistant:"
+    assert body["prompt"].startswith("You are Annie.\nUser: What of my robot?") and body[
+        "prompt"
+    ].endswith("Assistant:")
+    assert (
+        "messages" not in body
+        and "tools" not in body
+        and body["stream_options"] == {"include_usage": True}
     )
-    assert "messages" not in body and "tools" not in body and body["stream_options"] == {"include_usage": True}
     side = bench.Backend("a", "http://127.0.0.1:9", endpoint="completions")
     with pytest.raises(UsageError, match="cannot offer tools, and tool_memory has some"):
         bench.run([side], [MEMORY], tmp_path)
@@ -115,10 +150,17 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
     from annie_quant.ops import serving
 
     checkpoint.convert(MODEL, to="gguf", output=tmp_path / "tiny.gguf", type="Q8_0")
-    server = serving.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log", threads=1)
+    server = serving.start(
+        tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log", threads=1
+    )
     try:
-        sides = [bench.Backend(api, server.url, endpoint=api) for api in ("chat", "messages", "responses")]
-        bench.run(sides, [FACTS, TALK, MEMORY], tmp_path / "run", warmup=0, runs=1, with_memory=False)
+        sides = [
+            bench.Backend(api, server.url, endpoint=api)
+            for api in ("chat", "messages", "responses")
+        ]
+        bench.run(
+            sides, [FACTS, TALK, MEMORY], tmp_path / "run", warmup=0, runs=1, with_memory=False
+        )
         plain = [bench.Backend("completions", server.url, endpoint="completions")]
         bench.run(plain, [FACTS], tmp_path / "plain", warmup=0, runs=1, with_memory=False)
     finally:
@@ -133,19 +175,27 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
         assert r.answer.text == same.answer.text and [c["name"] for c in r.answer.tool_calls] == [
             c["name"] for c in same.answer.tool_calls
         ]
-        assert r.tokens.completion_tokens == same.tokens.completion_tokens and not r.tokens.tokens_estimated
+        assert (
+            r.tokens.completion_tokens == same.tokens.completion_tokens
+            and not r.tokens.tokens_estimated
+        )
         assert (
             r.tokens.cached_tokens is not None
             and r.timings.done_ms is not None
             and r.answer.finish_reason == same.answer.finish_reason
         )
         assert not r.answer.reasoning, "thinking is off in each API"
-        assert (r.timings.first_content_ms or r.timings.first_tool_ms) <= r.timings.last_token_ms <= r.timings.e2e_ms
+        assert (
+            (r.timings.first_content_ms or r.timings.first_tool_ms)
+            <= r.timings.last_token_ms
+            <= r.timings.e2e_ms
+        )
         if r.workload == "factual":
             assert r.tokens.prompt_tokens == same.tokens.prompt_tokens
     texts = [r for r in read_records(tmp_path / "plain/records.jsonl") if not r.warmup]
     assert len(texts) == 3 and all(
-        r.answer.error is None and r.tokens.completion_tokens and r.load.endpoint == "completions" for r in texts
+        r.answer.error is None and r.tokens.completion_tokens and r.load.endpoint == "completions"
+        for r in texts
     )
 
 
@@ -166,14 +216,26 @@ class Ollama(FakeServer):
         await reply.prepare(request)
         if body.get("tools"):
             call = {"function": {"name": "search_memory", "arguments": {"query": "robot project"}}}
-            pieces = [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False}]
+            pieces = [
+                {
+                    "message": {"role": "assistant", "content": "", "tool_calls": [call]},
+                    "done": False,
+                }
+            ]
         else:
             words = ("It", " is", " Tokyo", ".")
-            pieces = [{"message": {"role": "assistant", "content": w}, "done": False} for w in words]
+            pieces = [
+                {"message": {"role": "assistant", "content": w}, "done": False} for w in words
+            ]
         for piece in pieces:
             await reply.write(json.dumps({"model": "m", **piece}).encode() + b"\n")
             await asyncio.sleep(0.005)
-        end = {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "stop"}
+        end = {
+            "model": "m",
+            "message": {"role": "assistant", "content": ""},
+            "done": True,
+            "done_reason": "stop",
+        }
         end |= {
             "prompt_eval_count": 12,
             "eval_count": len(pieces) + 1,
@@ -189,8 +251,14 @@ def test_ollamas_native_stream_is_measured(tmp_path):
     with Ollama() as server:
         side = bench.Backend("ollama", server.url, endpoint="ollama")
         done = bench.run([side], [FACTS, MEMORY], tmp_path, warmup=0, runs=1, with_memory=False)
-        assert server.bodies[-1]["model"] == "m" and server.bodies[-1]["options"]["num_predict"] == 50
-    rows = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload != "smoke"]
+        assert (
+            server.bodies[-1]["model"] == "m" and server.bodies[-1]["options"]["num_predict"] == 50
+        )
+    rows = [
+        r
+        for r in read_records(tmp_path / "records.jsonl")
+        if not r.warmup and r.workload != "smoke"
+    ]
     assert len(rows) == 4 and not [r.answer.error for r in rows if r.answer.error]
     fact = next(r for r in rows if r.workload == "factual")
     assert (

@@ -19,7 +19,10 @@ GUIDELLM, AIPERF = (PEERS / name for name in ("guidellm_0.8.1.json", "aiperf_0.1
 
 def records():
     rng = random.Random(3)
-    rows = [row("a", rng.uniform(10, 20), case=str(i), started_unix_s=1e9 + i, sent_ms=0.1) for i in range(30)]
+    rows = [
+        row("a", rng.uniform(10, 20), case=str(i), started_unix_s=1e9 + i, sent_ms=0.1)
+        for i in range(30)
+    ]
     rows.append(row("a", 12.0, case="e", error="connection reset", started_unix_s=1e9 + 40))
     for i, record in enumerate(rows):
         record.timings.first_event_ms, record.timings.last_token_ms = (
@@ -84,7 +87,12 @@ def test_the_medians_are_those_of_the_records():
     ours = aiperf(records())
     assert ours["request_count"]["avg"] == 30 and ours["error_request_count"]["avg"] == 1
     for guide, perf, expected, unit in (
-        ("time_to_first_token_ms", "time_to_first_token", [r.timings.first_content_ms for r in good], 1.0),
+        (
+            "time_to_first_token_ms",
+            "time_to_first_token",
+            [r.timings.first_content_ms for r in good],
+            1.0,
+        ),
         ("inter_token_latency_ms", "inter_token_latency", [r.timings.tpot_ms for r in good], 1.0),
         ("request_latency", "request_latency", [r.timings.e2e_ms for r in good], 1e-3),
     ):

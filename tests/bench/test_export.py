@@ -19,7 +19,11 @@ def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("run")
     with FakeServer(annie) as a, FakeServer(annie, style="vllm") as b:
         bench.run(
-            [bench.Backend("nvfp4", a.url), bench.Backend("q4", b.url)], [FACTS, MEMORY, TALK], where, warmup=1, runs=3
+            [bench.Backend("nvfp4", a.url), bench.Backend("q4", b.url)],
+            [FACTS, MEMORY, TALK],
+            where,
+            warmup=1,
+            runs=3,
         )
     return where
 
@@ -40,7 +44,9 @@ def test_vllms_flat_keys(folder, records):
     assert flat["median_ttft_ms"] == pytest.approx(
         statistics.median(r["first_content_ms"] for r in own if r["first_content_ms"] is not None)
     )
-    assert flat["output_throughput"] == pytest.approx(flat["total_output_tokens"] / sum(r["e2e_ms"] for r in own) * 1e3)
+    assert flat["output_throughput"] == pytest.approx(
+        flat["total_output_tokens"] / sum(r["e2e_ms"] for r in own) * 1e3
+    )
     # The columns of vLLM's table of serving results.
     assert set(flat) >= {
         "model_id",
@@ -51,22 +57,41 @@ def test_vllms_flat_keys(folder, records):
         "total_token_throughput",
         "total_input_tokens",
         "total_output_tokens",
-        *(f"{figure}_{what}_ms" for figure in ("mean", "median", "p99", "std") for what in ("ttft", "tpot", "itl")),
+        *(
+            f"{figure}_{what}_ms"
+            for figure in ("mean", "median", "p99", "std")
+            for what in ("ttft", "tpot", "itl")
+        ),
     }
 
 
 def test_aiperfs_summary(folder, records):
     summary = json.loads((folder / "exports" / "aiperf_q4.json").read_text())
     own = [r for r in records if r["backend"] == "q4"]
-    firsts = [r["first_content_ms"] if r["first_content_ms"] is not None else r["first_tool_ms"] for r in own]
+    firsts = [
+        r["first_content_ms"] if r["first_content_ms"] is not None else r["first_tool_ms"]
+        for r in own
+    ]
     assert summary["time_to_first_token"]["avg"] == pytest.approx(statistics.fmean(firsts))
     assert summary["time_to_first_token"]["p90"] == pytest.approx(np.percentile(firsts, 90))
     assert summary["request_latency"]["max"] == pytest.approx(max(r["e2e_ms"] for r in own))
     total = sum(r["usage"]["completion_tokens"] for r in own)
     seconds = sum(r["e2e_ms"] for r in own) / 1e3
-    assert summary["output_token_throughput"] == {"unit": "tokens/sec", "avg": pytest.approx(total / seconds)}
+    assert summary["output_token_throughput"] == {
+        "unit": "tokens/sec",
+        "avg": pytest.approx(total / seconds),
+    }
     # The fields that AIPerf's readers use.
-    assert set(summary["inter_token_latency"]) >= {"unit", "avg", "p50", "p90", "p99", "min", "max", "std"}
+    assert set(summary["inter_token_latency"]) >= {
+        "unit",
+        "avg",
+        "p50",
+        "p90",
+        "p99",
+        "min",
+        "max",
+        "std",
+    }
 
 
 def test_llama_benchys_report(folder, records):
@@ -75,7 +100,9 @@ def test_llama_benchys_report(folder, records):
     assert len(own) == 18
     # An answer that a busy machine read at once has no rate.
     rates = [r["decode_tok_s"] for r in own if r.get("decode_tok_s") is not None]
-    facts = next(b for b in report["benchmarks"] if b["tg_throughput"]["values"] == pytest.approx(rates))
+    facts = next(
+        b for b in report["benchmarks"] if b["tg_throughput"]["values"] == pytest.approx(rates)
+    )
     assert facts["tg_throughput"]["mean"] == pytest.approx(statistics.fmean(rates))
     assert facts["pp_throughput"]["values"] == pytest.approx(
         [1e3 * r["usage"]["prompt_tokens"] / r["first_event_ms"] for r in own]
@@ -95,12 +122,15 @@ def test_llama_benchys_report(folder, records):
 def test_the_original_plans_results(folder, records):
     document = json.loads((folder / "exports" / "original_plan.json").read_text())
     assert document["quality_gates"]["nvfp4"]["factual"] == "6/6"
-    assert document["methodology"]["warmup_runs"] == 1 and document["methodology"]["measured_runs"] == 3
+    assert (
+        document["methodology"]["warmup_runs"] == 1
+        and document["methodology"]["measured_runs"] == 3
+    )
     tests = document["results"]["q4"]
     assert {"factual", "tool_memory", "multi_turn_1", "multi_turn_5"} <= set(tests)
-    assert len(tests["multi_turn_5"]["runs"]) == 3 and tests["tool_memory"]["runs"][0]["tool_calls"] == [
-        "search_memory"
-    ]
+    assert len(tests["multi_turn_5"]["runs"]) == 3 and tests["tool_memory"]["runs"][0][
+        "tool_calls"
+    ] == ["search_memory"]
     times = [
         r["first_content_ms"]
         for r in records
@@ -116,7 +146,12 @@ def test_aggregates_can_be_computed_again_from_the_folder(folder):
 def test_no_secret_is_stored(tmp_path):
     with FakeServer(annie) as server:
         url = server.url.replace("http://", "http://user:hunter2@")
-        side = bench.Backend("a", server.url, headers={"Authorization": "Bearer hunter2"}, meta={"api_key": "hunter2"})
+        side = bench.Backend(
+            "a",
+            server.url,
+            headers={"Authorization": "Bearer hunter2"},
+            meta={"api_key": "hunter2"},
+        )
         with pytest.raises(UsageError, match="user, password or query") as caught:
             bench.Backend("a", url)
         assert "hunter2" not in str(caught.value)

@@ -21,7 +21,10 @@ N = 60
 
 
 def calls(n=N, text="Find note {}", **more):
-    cases = [{"id": f"c{i}", "messages": ask(text.format(i)), "expect": {"tool": "search_memory"}} for i in range(n)]
+    cases = [
+        {"id": f"c{i}", "messages": ask(text.format(i)), "expect": {"tool": "search_memory"}}
+        for i in range(n)
+    ]
     return workload("calls", cases, tools=TOOLS, gates=["tool_call", "non_empty"], **more)
 
 
@@ -52,7 +55,11 @@ def measure(folder, a, b, cases=None, **more):
 
 
 def not_kept(verdict):
-    return verdict.outcome != "keeps" and not verdict.passed and "keeps every gate" not in verdict.sentence
+    return (
+        verdict.outcome != "keeps"
+        and not verdict.passed
+        and "keeps every gate" not in verdict.sentence
+    )
 
 
 # ---- row 1
@@ -67,13 +74,38 @@ def test_two_servers_that_answer_nothing_keep_nothing(tmp_path):
 def test_the_exit_code_of_two_broken_servers(tmp_path):
     (tmp_path / "w.json").write_text(
         json.dumps(
-            {"name": "w", "max_tokens": 20, "gates": ["non_empty"], "cases": [{"id": "a", "messages": ask("Hi")}]}
+            {
+                "name": "w",
+                "max_tokens": 20,
+                "gates": ["non_empty"],
+                "cases": [{"id": "a", "messages": ask("Hi")}],
+            }
         )
     )
     with FakeServer(broken) as a, FakeServer(broken) as b:
-        words_ = ["bench", "--backend-a", "a", a.url, "--backend-b", "b", b.url, "--runs", "1", "--warmup", "0"]
+        words_ = [
+            "bench",
+            "--backend-a",
+            "a",
+            a.url,
+            "--backend-b",
+            "b",
+            b.url,
+            "--runs",
+            "1",
+            "--warmup",
+            "0",
+        ]
         done = CliRunner().invoke(
-            cli, [*words_, "--workloads", str(tmp_path / "w.json"), "--output", str(tmp_path / "r"), "--json"]
+            cli,
+            [
+                *words_,
+                "--workloads",
+                str(tmp_path / "w.json"),
+                "--output",
+                str(tmp_path / "r"),
+                "--json",
+            ],
         )
     assert done.exit_code == 1 and json.loads(done.stdout)["outcome"] != "keeps"
 
@@ -88,13 +120,18 @@ def test_an_answer_that_is_cut_fails_each_gate(tmp_path, finish):
     def respond(connection, request):
         if not request.startswith(b"POST"):
             body = b'{"data": [{"id": "m"}]}'
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            connection.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
             return
         text = json.loads(request.partition(b"\r\n\r\n")[2])["messages"][-1]["content"]
         reason = finish if text.startswith("Say") and int(text.split()[-1]) < 10 else "stop"
         choice = {"index": 0, "delta": {"content": "A plain sentence."}, "finish_reason": reason}
         body = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+        )
         connection.sendall(head + body)
 
     cases = [{"id": f"c{i}", "messages": ask(f"Say {i}")} for i in range(N)]
@@ -102,10 +139,18 @@ def test_an_answer_that_is_cut_fails_each_gate(tmp_path, finish):
     with RawServer(respond) as cut, FakeServer(lambda body: words("A plain sentence.")) as whole:
         sides = [bench.Backend("a", f"http://127.0.0.1:{cut.port}"), bench.Backend("b", whole.url)]
         done = bench.run(
-            sides, [workload("say", cases, gates=gates)], tmp_path, warmup=0, runs=1, with_memory=False, reference="b"
+            sides,
+            [workload("say", cases, gates=gates)],
+            tmp_path,
+            warmup=0,
+            runs=1,
+            with_memory=False,
+            reference="b",
         )
     side = done.aggregates.served["a"]
-    assert {gate: (row.passes, row.n) for gate, row in side.gates.items()} == dict.fromkeys(sorted(gates), (50, 60))
+    assert {gate: (row.passes, row.n) for gate, row in side.gates.items()} == dict.fromkeys(
+        sorted(gates), (50, 60)
+    )
     assert {gate: pair.lost for gate, pair in side.paired.items()} == dict.fromkeys(gates, 10)
     assert done.verdict.outcome == "loses"
 
@@ -115,7 +160,9 @@ def test_a_cut_answer_is_not_a_reference():
     from bench_cases import row
 
     one = workload(
-        "talk", [{"id": "a", "messages": ask("x")}, {"id": "b", "messages": ask("y")}], gates=["same_markdown"]
+        "talk",
+        [{"id": "a", "messages": ask("x")}, {"id": "b", "messages": ask("y")}],
+        gates=["same_markdown"],
     )
     fields = {"workload": "talk", "text": "Plain words."}
     cut = {**fields, "finish_reason": "length"}
@@ -168,7 +215,9 @@ def watch(tmp_path, before, after, cases=None, changed=None):
 
 
 def test_the_same_ids_with_other_prompts_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="share no backend, workload and prompt; 60 ids have another content"):
+    with pytest.raises(
+        UsageError, match="share no backend, workload and prompt; 60 ids have another content"
+    ):
         watch(tmp_path, right, right, calls(), calls(text="Look up entry {}"))
 
 
@@ -176,7 +225,13 @@ def test_changed_prompts_are_left_out(tmp_path):
     changed = calls()
     for case in list(changed.cases)[:5]:
         object.__setattr__(case, "messages", tuple(ask(f"Something else {case.id}")))
-    result = watch(tmp_path, right, lambda b: silent(b) if "else" in str(b["messages"]) else right(b), calls(), changed)
+    result = watch(
+        tmp_path,
+        right,
+        lambda b: silent(b) if "else" in str(b["messages"]) else right(b),
+        calls(),
+        changed,
+    )
     assert len(result.left_out) == 5 and not result.gates_lost and not result.silent
 
 
@@ -184,11 +239,18 @@ def test_a_run_of_an_older_version_is_compared_by_its_stored_prompts(tmp_path):
     """Its records have no digest of their prompts; inputs.json has the prompts."""
     measure(tmp_path / "before", right, right)
     for cases, name in ((calls(), "same"), (calls(text="Look up entry {}"), "other")):
-        measure(tmp_path / name, lambda body: silent(body) if number(body) < 12 else right(body), right, cases)
+        measure(
+            tmp_path / name,
+            lambda body: silent(body) if number(body) < 12 else right(body),
+            right,
+            cases,
+        )
     records = [json.loads(line) for line in (tmp_path / "before/records.jsonl").open()]
     for record in records:
         del record["prompt_sha256"]
-    (tmp_path / "before/records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "before/records.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     result = bench.regression(tmp_path / "before", tmp_path / "same")
     assert [lost.pair.lost for lost in result.gates_lost] == [12] and result.outcome == "loses"
     with pytest.raises(UsageError, match="60 ids have another content"):
@@ -212,7 +274,9 @@ def test_redirects_are_errors(tmp_path):
 def test_one_prompt_under_sixty_ids_counts_once(tmp_path):
     done = measure(tmp_path, right, right, calls(text="Find the note"))
     assert done.aggregates.served["a"].gates["tool_call"].n == 1
-    assert done.aggregates.served["a"].paired["tool_call"].n == 1 and done.verdict.outcome != "keeps"
+    assert (
+        done.aggregates.served["a"].paired["tool_call"].n == 1 and done.verdict.outcome != "keeps"
+    )
     records = [r for r in schema_records(tmp_path) if r.backend == "a"]
     assert len(records) == N and len(checks_by_prompt(records, {"calls"})) == 1
 
@@ -229,17 +293,36 @@ def schema_records(folder):
 def test_a_confound_is_not_kept(tmp_path):
     """Equal answers under two chat templates: the sentence stated CONFOUNDED, the exit code was 0."""
     meta = {"n_params": 1e9}
-    with FakeServer(right, model_meta=meta) as a, FakeServer(right, model_meta={"n_params": 2e9}) as b:
+    with (
+        FakeServer(right, model_meta=meta) as a,
+        FakeServer(right, model_meta={"n_params": 2e9}) as b,
+    ):
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
-        done = bench.run(sides, [calls()], tmp_path, warmup=0, runs=1, concurrency=N, with_memory=False, reference="b")
-    assert not_kept(done.verdict) and done.verdict.sentence.startswith("CONFOUNDED (different models)")
+        done = bench.run(
+            sides,
+            [calls()],
+            tmp_path,
+            warmup=0,
+            runs=1,
+            concurrency=N,
+            with_memory=False,
+            reference="b",
+        )
+    assert not_kept(done.verdict) and done.verdict.sentence.startswith(
+        "CONFOUNDED (different models)"
+    )
 
 
 def test_two_sides_that_max_tokens_cuts_keep_nothing(tmp_path):
     def cut(body):
         return words("And so it goes on and on", finish="length")
 
-    done = measure(tmp_path, cut, cut, workload("say", [{"id": f"{i}", "messages": ask(f"Say {i}")} for i in range(N)]))
+    done = measure(
+        tmp_path,
+        cut,
+        cut,
+        workload("say", [{"id": f"{i}", "messages": ask(f"Say {i}")} for i in range(N)]),
+    )
     assert not_kept(done.verdict) and "cut answers" in done.verdict.sentence
 
 
@@ -261,15 +344,31 @@ def command(tmp_path, a, b, *options):
                 "tools": TOOLS,
                 "gates": ["tool_call"],
                 "cases": [
-                    {"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "search_memory"}}
+                    {
+                        "id": f"c{i}",
+                        "messages": ask(f"Find note {i}"),
+                        "expect": {"tool": "search_memory"},
+                    }
                     for i in range(120)
                 ],
             }
         )
     )
     with FakeServer(a) as left, FakeServer(b) as right_:
-        names = ("nvfp4-old", "nvfp4-new") if not options or options[0] != "--names" else options[1:3]
-        arguments = ["bench", "--backend-a", names[0], left.url, "--backend-b", names[1], right_.url, "--runs", "1"]
+        names = (
+            ("nvfp4-old", "nvfp4-new") if not options or options[0] != "--names" else options[1:3]
+        )
+        arguments = [
+            "bench",
+            "--backend-a",
+            names[0],
+            left.url,
+            "--backend-b",
+            names[1],
+            right_.url,
+            "--runs",
+            "1",
+        ]
         arguments += [
             "--warmup",
             "0",
@@ -289,8 +388,13 @@ def test_a_build_that_lost_a_third_of_the_calls_exits_1(tmp_path):
     """With two NVFP4 sides the better one became the candidate."""
     done = command(tmp_path, right, worse)
     result = json.loads(done.stdout)
-    assert done.exit_code == 1 and result["candidate"] == "nvfp4-new" and result["outcome"] == "loses"
-    assert "tool calls 80 of 120 against 120" in result["sentence"] and "--candidate" in result["caveats"][0]
+    assert (
+        done.exit_code == 1 and result["candidate"] == "nvfp4-new" and result["outcome"] == "loses"
+    )
+    assert (
+        "tool calls 80 of 120 against 120" in result["sentence"]
+        and "--candidate" in result["caveats"][0]
+    )
 
 
 def test_the_stated_roles_are_stored_and_decide(tmp_path):
@@ -319,7 +423,10 @@ def test_a_name_has_no_meaning(tmp_path):
     [
         (("--candidate", "nvfp4"), "--candidate nvfp4: no side has this name"),
         (("--reference", "bf16"), "--reference bf16: no side has this name"),
-        (("--candidate", "nvfp4-new", "--reference", "nvfp4-new"), "nvfp4-new: it is the candidate already"),
+        (
+            ("--candidate", "nvfp4-new", "--reference", "nvfp4-new"),
+            "nvfp4-new: it is the candidate already",
+        ),
         (("--names", "a", "a"), "two backends have the same name: a, a"),
     ],
 )
@@ -368,7 +475,8 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
     assert backend.served_format("http://10.0.0.1:8000", {}, {"root": str(tmp_path)}) is None
     assert backend.served_format(local, {"model_path": str(tmp_path / "none.gguf")}, {}) is None
     assert (
-        backend.most([("F32", 10), ("BF16", 1000)]) == "BF16" and backend.most([("BF16", 1000), ("Q4_K", 10)]) == "Q4_K"
+        backend.most([("F32", 10), ("BF16", 1000)]) == "BF16"
+        and backend.most([("BF16", 1000), ("Q4_K", 10)]) == "Q4_K"
     )
 
 
@@ -387,7 +495,13 @@ def test_a_measured_peak_wins_over_five_requests():
     """120 GB at the peak passed a budget of 110 GB, by the 12 GB that five requests took."""
     from annie_quant.judge import decision
 
-    side = ServedSide(memory_bytes=MemoryBytes(idle=10**10, one=11 * 10**9, five=12 * 10**9, peak=120 * 10**9))
+    side = ServedSide(
+        memory_bytes=MemoryBytes(idle=10**10, one=11 * 10**9, five=12 * 10**9, peak=120 * 10**9)
+    )
     aggregates = Aggregates(served={"a": side})
-    item = next(i for i in decision.checklist(aggregates, "a", None, [], ()) if i.item == "fits the memory budget")
+    item = next(
+        i
+        for i in decision.checklist(aggregates, "a", None, [], ())
+        if i.item == "fits the memory budget"
+    )
     assert item.verdict == "fail" and "120 GB" in item.evidence

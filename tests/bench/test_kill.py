@@ -31,7 +31,9 @@ bench.run([bench.Backend("a", {a!r}), bench.Backend("b", {b!r})], asked, {output
 
 def workloads():
     n = 5 * KILLS
-    single = [{"id": f"c{i}", "messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(n)]
+    single = [
+        {"id": f"c{i}", "messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(n)
+    ]
     talks = [{"id": f"t{i}", "turns": [f"one {i}", "two", "three"]} for i in range(n // 4)]
     base = {"max_tokens": 20, "gates": ["non_empty"]}
     return [{"name": "single", "cases": single, **base}, {"name": "talks", "cases": talks, **base}]
@@ -49,7 +51,11 @@ def rows(folder: Path):
 
 
 def measured(folder):
-    return [(r["id"], r["text"], r["request_sha256"], r["checks"]) for r in rows(folder) if not r["warmup"]]
+    return [
+        (r["id"], r["text"], r["request_sha256"], r["checks"])
+        for r in rows(folder)
+        if not r["warmup"]
+    ]
 
 
 def test_kill_nine_and_resume_equals_an_uninterrupted_run(tmp_path):
@@ -80,6 +86,12 @@ def test_kill_nine_and_resume_equals_an_uninterrupted_run(tmp_path):
     assert kills == KILLS
     ids = [r["id"] for r in rows(killed)]
     assert len(ids) == len(set(ids))
-    assert sorted(measured(killed), key=lambda r: r[0]) == sorted(measured(tmp_path / "whole"), key=lambda r: r[0])
-    whole, resumed = (json.loads((tmp_path / f / "bench.json").read_text()) for f in ("whole", "killed"))
-    assert whole["aggregates"]["served"]["a"]["gates"] == resumed["aggregates"]["served"]["a"]["gates"]
+    assert sorted(measured(killed), key=lambda r: r[0]) == sorted(
+        measured(tmp_path / "whole"), key=lambda r: r[0]
+    )
+    whole, resumed = (
+        json.loads((tmp_path / f / "bench.json").read_text()) for f in ("whole", "killed")
+    )
+    assert (
+        whole["aggregates"]["served"]["a"]["gates"] == resumed["aggregates"]["served"]["a"]["gates"]
+    )

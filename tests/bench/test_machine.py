@@ -25,7 +25,9 @@ from annie_quant.gemm import arrays
 
 def series(values, every_s=2.0, **more):
     return [
-        machine.Sample(time_unix_s=1000 + i * every_s, probe="p", probe_ms=float(v), took_s=0.01, **more)
+        machine.Sample(
+            time_unix_s=1000 + i * every_s, probe="p", probe_ms=float(v), took_s=0.01, **more
+        )
         for i, v in enumerate(values)
     ]
 
@@ -54,7 +56,9 @@ def test_a_slowdown_of_15_percent_for_20_seconds_is_marked(seed):
     assert len(spans) == 1 and "the probe took 1" in spans[0].cause and "longer" in spans[0].cause
     begin = 1000 + 2 * start
     assert covered_s(spans, begin, begin + 20) >= 18
-    assert spans[0].end_unix_s - spans[0].start_unix_s <= 20 + 2 * 2 * machine.WINDOW, "not much more is marked"
+    assert spans[0].end_unix_s - spans[0].start_unix_s <= 20 + 2 * 2 * machine.WINDOW, (
+        "not much more is marked"
+    )
 
 
 def test_a_fallen_clock_and_a_new_limit_are_marked_and_the_usual_limit_is_not():
@@ -71,9 +75,12 @@ def test_a_fallen_clock_and_a_new_limit_are_marked_and_the_usual_limit_is_not():
 
 def test_overlapping_changes_count_once():
     spans = [
-        MachineSpan(start_unix_s=a, end_unix_s=b, cause=c) for a, b, c in ((0, 20, "x"), (5, 10, "y"), (15, 30, "x"))
+        MachineSpan(start_unix_s=a, end_unix_s=b, cause=c)
+        for a, b, c in ((0, 20, "x"), (5, 10, "y"), (15, 30, "x"))
     ]
-    (found,) = machine.findings(MachineState(probe="p", samples=99, probe_ms=1, spans=spans, marked=7), 60, ["a"])
+    (found,) = machine.findings(
+        MachineState(probe="p", samples=99, probe_ms=1, spans=spans, marked=7), 60, ["a"]
+    )
     assert "for 30 s of the run (x; y): 7 requests" in found.message
 
 
@@ -86,14 +93,19 @@ def test_a_short_run_and_single_slow_samples_say_nothing():
 
 def test_the_real_probe_is_sampled_at_most_every_two_seconds(monkeypatch, tmp_path):
     monitor = machine.Monitor(tmp_path)
-    now = iter([100.0, 100.1, 101.0, 102.2, 102.3])  # start and end of a sample, too early, start and end of the next
+    now = iter(
+        [100.0, 100.1, 101.0, 102.2, 102.3]
+    )  # start and end of a sample, too early, start and end of the next
     monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
     for _ in range(3):
         monitor.sample()
     monitor.log.close()
     first, second = machine.read_samples(tmp_path)
-    assert first.probe == "NVFP4 product 2048 x 4096 on the processor" and first.took_s == pytest.approx(0.1)
+    assert (
+        first.probe == "NVFP4 product 2048 x 4096 on the processor"
+        and first.took_s == pytest.approx(0.1)
+    )
     assert 0 < first.probe_ms < 1000 and second.time_unix_s >= first.time_unix_s
     again = machine.Monitor(tmp_path, restart=True)
     again.log.close()
@@ -103,7 +115,9 @@ def test_the_real_probe_is_sampled_at_most_every_two_seconds(monkeypatch, tmp_pa
 # ---- a run
 
 
-PROMPTS = build("talk", [{"id": str(i), "messages": ask(f"Say {i}")} for i in range(12)], gates=["non_empty"])
+PROMPTS = build(
+    "talk", [{"id": str(i), "messages": ask(f"Say {i}")} for i in range(12)], gates=["non_empty"]
+)
 
 
 class Planted:
@@ -122,7 +136,9 @@ def measure(monkeypatch, tmp_path, times, runs=5, **options):
     monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
     with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
         sides = [bench.Backend("a", server.url)]
-        done = bench.run(sides, [PROMPTS], tmp_path, warmup=0, runs=runs, with_memory=False, **options)
+        done = bench.run(
+            sides, [PROMPTS], tmp_path, warmup=0, runs=runs, with_memory=False, **options
+        )
         asked = sum("Say" in body["messages"][-1]["content"] for body in server.bodies)
     return done, asked, {f.code: f for f in done.aggregates.confounds}
 
@@ -137,11 +153,17 @@ def test_marked_requests_are_measured_again(monkeypatch, tmp_path):
     marked = [r for r in every if r.load.invalid]
     assert 12 <= len(marked) <= 12 + 2 * machine.WINDOW and asked == 60 + len(marked)
     assert all("the probe took 15% longer" in r.load.invalid for r in marked)
-    assert not [r for r in valid if r.load.invalid] and done.requests == 60 == done.aggregates.served["a"].requests
+    assert (
+        not [r for r in valid if r.load.invalid]
+        and done.requests == 60 == done.aggregates.served["a"].requests
+    )
     assert {r.id for r in marked} <= {r.id for r in valid}
     state = done.aggregates.machine
     assert (state.marked, state.left, state.probe) == (len(marked), 0, "planted")
-    assert f"{len(marked)} requests are marked invalid and were measured again" in findings["machine_unsteady"].message
+    assert (
+        f"{len(marked)} requests are marked invalid and were measured again"
+        in findings["machine_unsteady"].message
+    )
     assert bench.aggregate(tmp_path).machine == state, "the same from the files"
     assert done.aggregates.served["a"].left_out_of_timings == 0
 
@@ -160,14 +182,22 @@ def test_a_machine_that_never_settles_is_reported_and_bounded(monkeypatch, tmp_p
     left = [r for r in read_records(tmp_path / "records.jsonl") if r.load.invalid]
     assert done.aggregates.machine.left == len(left) > 0
     assert done.aggregates.served["a"].left_out_of_timings >= len(left)
-    assert done.aggregates.served["a"].gates["non_empty"].n == 12, "answers count although their times do not"
+    assert done.aggregates.served["a"].gates["non_empty"].n == 12, (
+        "answers count although their times do not"
+    )
 
 
 def test_a_machine_that_stays_slower_is_measured_in_one_state(monkeypatch, tmp_path):
-    done, _, findings = measure(monkeypatch, tmp_path, (1.0 if i < 25 else 1.4 for i in itertools.count()))
-    valid = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload == "talk"]
+    done, _, findings = measure(
+        monkeypatch, tmp_path, (1.0 if i < 25 else 1.4 for i in itertools.count())
+    )
+    valid = [
+        r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload == "talk"
+    ]
     since = min(s.time_unix_s for s in machine.read_samples(tmp_path) if s.probe_ms > 1)
-    assert done.aggregates.machine.left == 0 and all(r.timings.started_unix_s >= since for r in valid)
+    assert done.aggregates.machine.left == 0 and all(
+        r.timings.started_unix_s >= since for r in valid
+    )
     assert "machine_unsettled" not in findings
 
 
@@ -183,7 +213,11 @@ def test_a_killed_run_measures_its_marked_requests_again_when_it_is_resumed(monk
         sample.probe_ms = 1.15
     (tmp_path / machine.FILE).write_bytes(b"".join(documents.encode(s) + b"\n" for s in samples))
     done, again, findings = measure(monkeypatch, tmp_path, itertools.repeat(1.0))
-    assert first == 60 and 12 <= again == done.aggregates.machine.marked < 40 and "machine_unsteady" in findings
+    assert (
+        first == 60
+        and 12 <= again == done.aggregates.machine.marked < 40
+        and "machine_unsteady" in findings
+    )
 
 
 def test_the_last_record_of_a_request_counts():
@@ -203,7 +237,15 @@ class FakeGemm:
         self.ms, self.launches, self.freed, self.sizes = ms, None, [], {}
 
     def __getattr__(self, name):
-        assert name in ("fill", "copy", "stream_sync", "stream_free", "free", "use_device", "pointer_device"), name
+        assert name in (
+            "fill",
+            "copy",
+            "stream_sync",
+            "stream_free",
+            "free",
+            "use_device",
+            "pointer_device",
+        ), name
         return lambda *args: 0
 
     def device_count(self):
@@ -261,7 +303,9 @@ def fake_gpu(monkeypatch, ms):
 def test_the_gpus_probe_is_a_graph_that_lasts_longer_than_a_slice_of_time(monkeypatch):
     module = fake_gpu(monkeypatch, lambda: 0.03)
     probe = machine.new_probe(True)
-    assert probe.name == "NVFP4 product 64 x 256 on the GPU" and probe.time_ms() == pytest.approx(0.03)
+    assert probe.name == "NVFP4 product 64 x 256 on the GPU" and probe.time_ms() == pytest.approx(
+        0.03
+    )
     assert probe._graph == 333 and module.freed == [1], "10 ms of products of 0.03 ms"
     assert "on the processor" in machine.new_probe(False).name
 
@@ -287,7 +331,14 @@ def test_a_gpu_that_is_slowed_marks_its_minutes_with_clocks_and_limits(monkeypat
     monkeypatch.setattr(machine, "EVERY_S", 0.0)
     monkeypatch.setattr(machine, "machine_state", state)
     with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
-        done = bench.run([bench.Backend("a", server.url)], [PROMPTS], tmp_path, warmup=0, runs=5, with_memory=False)
+        done = bench.run(
+            [bench.Backend("a", server.url)],
+            [PROMPTS],
+            tmp_path,
+            warmup=0,
+            runs=5,
+            with_memory=False,
+        )
     found = done.aggregates.machine
     assert found.probe == "NVFP4 product 64 x 256 on the GPU" and found.left == 0 < found.marked
     assert {s.cause for s in found.spans} == {
@@ -314,7 +365,14 @@ def test_a_gpu_that_fails_meanwhile_does_not_end_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "EVERY_S", 0.0)
     monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
     with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
-        done = bench.run([bench.Backend("a", server.url)], [PROMPTS], tmp_path, warmup=0, runs=5, with_memory=False)
+        done = bench.run(
+            [bench.Backend("a", server.url)],
+            [PROMPTS],
+            tmp_path,
+            warmup=0,
+            runs=5,
+            with_memory=False,
+        )
     probed = [s.probe.rpartition(" ")[2] for s in machine.read_samples(tmp_path)]
     assert probed == sorted(probed) and set(probed) == {"GPU", "processor"} and done.requests == 60
     assert done.aggregates.machine.marked == 0, "another probe is not another state"
@@ -322,7 +380,8 @@ def test_a_gpu_that_fails_meanwhile_does_not_end_the_run(monkeypatch, tmp_path):
 
 def test_the_gpu_of_this_machine_is_not_probed_for_a_server_elsewhere():
     assert (
-        bench.Backend("a", "http://127.0.0.1:8000").is_local and not bench.Backend("a", "http://10.0.0.7:8000").is_local
+        bench.Backend("a", "http://127.0.0.1:8000").is_local
+        and not bench.Backend("a", "http://10.0.0.7:8000").is_local
     )
 
 
@@ -342,7 +401,9 @@ def test_without_nvml_the_gpu_is_read_by_nvidia_smi(monkeypatch, tmp_path):
     host._smi_states.cache_clear()
     states = [host.machine_state() for _ in range(3)]
     host._smi_states.cache_clear()
-    assert states == [(1410.0, 81.0, "software power cap, software thermal slowdown")] * 3, "the hottest GPU"
+    assert states == [(1410.0, 81.0, "software power cap, software thermal slowdown")] * 3, (
+        "the hottest GPU"
+    )
     assert len((tmp_path / "calls").read_text().splitlines()) == 1, "one call serves a period"
 
 
@@ -361,7 +422,9 @@ def test_two_machines_are_compared_by_the_probe(tmp_path):
         stored = documents.read_bench(tmp_path / name)
         stored.aggregates.machine = state(values)
         documents.write(tmp_path / name / "bench.json", stored)
-    assert bench.regression(tmp_path / "before", tmp_path / "after").machine.startswith("the machines are not equal")
+    assert bench.regression(tmp_path / "before", tmp_path / "after").machine.startswith(
+        "the machines are not equal"
+    )
     assert bench.regression(tmp_path / "before", tmp_path / "before").machine == ""
     for unknown in (None, MachineState(probe="x", samples=1, probe_ms=1)):
         assert machine.unequal(unknown, state(usual)) == ""
@@ -371,4 +434,6 @@ def test_what_the_probe_costs_and_finds_is_stated():
     result = state(np.exp(np.random.default_rng(0).normal(0, 0.01, 300)))
     assert result.cost == pytest.approx(0.01 / 2.0) and result.resolution_s == 10.0
     assert result.least_change == pytest.approx(machine.LEAST_CHANGE, abs=1e-9)
-    assert state(np.exp(np.random.default_rng(0).normal(0, 0.2, 300))).least_change > 0.3, "a noisy machine hides more"
+    assert state(np.exp(np.random.default_rng(0).normal(0, 0.2, 300))).least_change > 0.3, (
+        "a noisy machine hides more"
+    )

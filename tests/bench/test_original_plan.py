@@ -13,20 +13,34 @@ from annie_quant import bench
 GATES = ["non_empty", "no_markdown", "thinking_leak", "repetition"]
 FACTS = workload(
     "factual",
-    [{"id": f"f{i}", "messages": ask(f"capital of Japan ({i})?"), "expect": {"contains": ["Tokyo"]}} for i in range(8)],
+    [
+        {
+            "id": f"f{i}",
+            "messages": ask(f"capital of Japan ({i})?"),
+            "expect": {"contains": ["Tokyo"]},
+        }
+        for i in range(8)
+    ],
     gates=[*GATES, "factual"],
 )
 SUMS = workload(
     "reasoning",
     [
-        {"id": f"r{i}", "messages": ask(f"3 boxes, 5 balls each ({i})?"), "expect": {"contains": ["15"]}}
+        {
+            "id": f"r{i}",
+            "messages": ask(f"3 boxes, 5 balls each ({i})?"),
+            "expect": {"contains": ["15"]},
+        }
         for i in range(8)
     ],
     gates=[*GATES, "reasoning"],
 )
 MEMORY = workload(
     "tool_memory",
-    [{"id": f"m{i}", "messages": ask(f"my robot ({i})?"), "expect": {"tool": "search_memory"}} for i in range(10)],
+    [
+        {"id": f"m{i}", "messages": ask(f"my robot ({i})?"), "expect": {"tool": "search_memory"}}
+        for i in range(10)
+    ],
     tools=TOOLS,
     gates=["tool_call", "tool_call_raw"],
 )
@@ -38,7 +52,9 @@ def production(body):
     question = body["messages"][-1]["content"]
     if body.get("tools"):
         return Script(tools=[("search_memory", '{"query": "robot"}')])
-    return words("It is Tokyo, of course." if "capital" in question else "That makes 15 balls in all.")
+    return words(
+        "It is Tokyo, of course." if "capital" in question else "That makes 15 balls in all."
+    )
 
 
 @pytest.fixture
@@ -74,7 +90,8 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
     def v1(body):
         if body.get("tools"):
             return Script(
-                status=400, error='"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser'
+                status=400,
+                error='"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser',
             )
         # One request stalls, like a server that compiles late (9.3 s and 110 s in the original data).
         return words(
@@ -106,7 +123,10 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
         assert words_ in text_of(result), words_
     side = result.aggregates.served["nvfp4_vllm"]
     # Estimated counts give no decode speed, and the stall is not in the average.
-    assert side.workloads["factual"].decode_tok_s is None and side.workloads["factual"].completion_tokens is None
+    assert (
+        side.workloads["factual"].decode_tok_s is None
+        and side.workloads["factual"].completion_tokens is None
+    )
     assert side.left_out_of_timings == 10 + 1
     assert max(w.ttft_content_ms.p99 for w in side.workloads.values()) < 1000
     assert side.gates["tool_call"].passes == 0 and side.gates["thinking_leak"].passes == 0
@@ -114,14 +134,19 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
 
 def test_one_leaked_thought_in_many_answers_confounds_no_times(measure):
     def leaks_once(body):
-        if body["messages"][-1]["content"].endswith("(3)?") and "balls" in body["messages"][-1]["content"]:
+        if (
+            body["messages"][-1]["content"].endswith("(3)?")
+            and "balls" in body["messages"][-1]["content"]
+        ):
             return words("Thinking Process: 1. **Analyze the Request:** so 15.")
         return production(body)
 
     result = measure(leaks_once)
     finding = next(f for f in result.aggregates.confounds if f.code == "thinking_as_content")
     assert finding.severity == "note" and "1 of 26 answers: too few" in finding.message
-    assert result.verdict.comparable is True and not result.verdict.sentence.startswith("CONFOUNDED")
+    assert result.verdict.comparable is True and not result.verdict.sentence.startswith(
+        "CONFOUNDED"
+    )
 
 
 def test_v2_hidden_thinking_with_empty_content(measure):
@@ -134,7 +159,9 @@ def test_v2_hidden_thinking_with_empty_content(measure):
     assert codes(result) >= {"hidden_thinking", "empty_after_thinking"}
     verdict = result.verdict
     assert verdict.passed is False and "hidden thinking" in verdict.sentence
-    assert "showed nothing in 16 of" in text_of(result) and "thinks although thinking is off" in text_of(result)
+    assert "showed nothing in 16 of" in text_of(
+        result
+    ) and "thinks although thinking is off" in text_of(result)
     gates = result.aggregates.served["nvfp4_vllm"].gates
     assert gates["non_empty"].passes == 0 and gates["tool_call"].passes == 10
     # Without content, content TTFT is not reported; the first thinking token has its own metric.
@@ -143,7 +170,11 @@ def test_v2_hidden_thinking_with_empty_content(measure):
 
 
 def test_v3_a_base_model_that_needs_thinking(measure):
-    result = measure(lambda body: words(GIBBERISH), meta_a={"source": "base"}, meta_b={"source": "opus-distilled"})
+    result = measure(
+        lambda body: words(GIBBERISH),
+        meta_a={"source": "base"},
+        meta_b={"source": "opus-distilled"},
+    )
     assert codes(result) >= {"different_weights", "different_answers", "smoke"}
     gates = result.aggregates.served["nvfp4_vllm"].gates
     for gate in ("factual", "reasoning", "tool_call", "repetition"):
@@ -173,7 +204,9 @@ def test_a_different_chat_template_is_detected_by_prompt_tokens(measure):
         return script
 
     result = measure(chatty, workloads=[FACTS])
-    assert "different_prompts" in codes(result) and "chat template or tokenizer differ" in text_of(result)
+    assert "different_prompts" in codes(result) and "chat template or tokenizer differ" in text_of(
+        result
+    )
 
 
 def test_two_correct_sides_have_no_confound(measure):

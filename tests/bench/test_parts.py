@@ -26,7 +26,9 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
     visits = planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
     assert len(visits) == 3 * 3 * 8
     requests = {
-        name: [(v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name]
+        name: [
+            (v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name
+        ]
         for name in "abc"
     }
     assert requests["a"] == requests["b"] == requests["c"] and len(set(requests["a"])) == 24
@@ -34,7 +36,11 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
     for block in range(0, len(order) - 5, 6):
         assert order[block : block + 3] == order[block + 3 : block + 6][::-1]
     again = planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
-    assert visits == again != planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
+    assert (
+        visits
+        == again
+        != planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
+    )
     first = [order[i] for i in range(0, len(order), 6)]
     assert len(set(first)) == 3, "every backend is first in some block"
 
@@ -89,7 +95,12 @@ def test_the_ids_of_requests_have_the_names_of_backend_and_workload():
 
 
 def test_backends_are_checked():
-    for name, url in (("a", "localhost:8000"), ("a", "ftp://x"), ("", "http://x"), ("a/b", "http://x")):
+    for name, url in (
+        ("a", "localhost:8000"),
+        ("a", "ftp://x"),
+        ("", "http://x"),
+        ("a/b", "http://x"),
+    ):
         with pytest.raises(UsageError):
             Backend(name, url)
     assert Backend("a", "http://h:1/v1/").completions_url == "http://h:1/v1/chat/completions"
@@ -99,10 +110,18 @@ def test_backends_are_checked():
     ("a", "b", "code"),
     [
         ({"meta": {"source": "x"}}, {"meta": {"source": "y"}}, "different_weights"),
-        ({"model_meta": {"n_params": 9_000_000_000}}, {"model_meta": {"n_params": 27_000_000_000}}, "different_models"),
+        (
+            {"model_meta": {"n_params": 9_000_000_000}},
+            {"model_meta": {"n_params": 27_000_000_000}},
+            "different_models",
+        ),
         ({"model_meta": {"n_vocab": 1300}}, {"model_meta": {"n_vocab": 1400}}, "different_models"),
         ({"chat_template_sha256": "x"}, {"chat_template_sha256": "y"}, "different_templates"),
-        ({"sampling_defaults": {"top_k": 40}}, {"sampling_defaults": {"top_k": 20}}, "different_sampling"),
+        (
+            {"sampling_defaults": {"top_k": 40}},
+            {"sampling_defaults": {"top_k": 20}},
+            "different_sampling",
+        ),
         ({"runtime": "vllm"}, {"runtime": "llama.cpp"}, "different_engines"),
         ({}, {}, "weights_unknown"),
     ],
@@ -138,7 +157,9 @@ def test_timings_exclude_cold_starts_errors_warmups_and_stalls():
 
 def test_percentiles_by_hand():
     rows = [row("a", float(v), case=str(v)) for v in range(1, 102)]
-    workload = aggregate_records(rows, config_of(w={}), {"a": known("a")}).served["a"].workloads["w"]
+    workload = (
+        aggregate_records(rows, config_of(w={}), {"a": known("a")}).served["a"].workloads["w"]
+    )
     times = workload.ttft_content_ms
     assert (times.p50, times.p90, times.p99, times.mean) == (51, 91, 100, 51)
     assert times.low < 51 < times.high
@@ -148,9 +169,17 @@ def test_percentiles_by_hand():
 def test_greedy_repeats_of_one_prompt_are_one_answer():
     rows = [row("a", repeat=i, checks={"non_empty": i != 2}) for i in range(5)]
     identity = {"a": known("a")}
-    greedy = aggregate_records(rows, config_of(w={"temperature": 0}), identity).served["a"].gates["non_empty"]
+    greedy = (
+        aggregate_records(rows, config_of(w={"temperature": 0}), identity)
+        .served["a"]
+        .gates["non_empty"]
+    )
     assert (greedy.passes, greedy.n) == (0, 1)
-    sampled = aggregate_records(rows, config_of(w={"temperature": 0.7}), identity).served["a"].gates["non_empty"]
+    sampled = (
+        aggregate_records(rows, config_of(w={"temperature": 0.7}), identity)
+        .served["a"]
+        .gates["non_empty"]
+    )
     assert (sampled.passes, sampled.n) == (4, 5)
 
 
@@ -158,12 +187,33 @@ def test_turns_and_crossover():
     rows = []
     for case in range(8):
         for turn in range(5):
-            rows.append(row("a", 90 + turn * 10, case=str(case), turn=turn, tpot_ms=30.0, completion_tokens=40))
-            rows.append(row("b", 300 + turn * 300, case=str(case), turn=turn, tpot_ms=25.0, completion_tokens=20))
+            rows.append(
+                row(
+                    "a",
+                    90 + turn * 10,
+                    case=str(case),
+                    turn=turn,
+                    tpot_ms=30.0,
+                    completion_tokens=40,
+                )
+            )
+            rows.append(
+                row(
+                    "b",
+                    300 + turn * 300,
+                    case=str(case),
+                    turn=turn,
+                    tpot_ms=25.0,
+                    completion_tokens=20,
+                )
+            )
     aggregates = aggregate_records(rows, config_of(w={}), {"a": known("a"), "b": known("b")})
     assert [p.ttft_content_ms for p in aggregates.turns["b"]] == [300, 600, 900, 1200, 1500]
     # 110 + 30 n = 900 + 25 n  →  n = 158
-    assert aggregates.crossover[0].tokens == pytest.approx(158) and aggregates.crossover[0].faster_when_short == "a"
+    assert (
+        aggregates.crossover[0].tokens == pytest.approx(158)
+        and aggregates.crossover[0].faster_when_short == "a"
+    )
     compared = {c.metric: c for c in aggregates.comparisons}
     assert compared["ttft_content_ms"].significant and compared["ttft_content_ms"].n_prompts == 40
 
@@ -171,14 +221,24 @@ def test_turns_and_crossover():
 def test_speed_gates_use_the_limits_of_the_original_plan():
     slow = [row("a", 300 + i, case=str(i), decode_tok_s=20.0) for i in range(20)]
     fast = [row("b", 90 + i / 10, case=str(i), decode_tok_s=33.0) for i in range(20)]
-    served = aggregate_records(slow + fast, config_of(w={}), {"a": known("a"), "b": known("b")}).served
-    assert {g: r.verdict for g, r in served["a"].speed_gates.items()} == {"ttft": "fail", "decode": "fail"}
-    assert {g: r.verdict for g, r in served["b"].speed_gates.items()} == {"ttft": "pass", "decode": "pass"}
+    served = aggregate_records(
+        slow + fast, config_of(w={}), {"a": known("a"), "b": known("b")}
+    ).served
+    assert {g: r.verdict for g, r in served["a"].speed_gates.items()} == {
+        "ttft": "fail",
+        "decode": "fail",
+    }
+    assert {g: r.verdict for g, r in served["b"].speed_gates.items()} == {
+        "ttft": "pass",
+        "decode": "pass",
+    }
 
 
 def test_memory_of_a_process_and_its_children():
     code = "import sys; held = bytearray(60_000_000); print('up', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         child.stdout.readline()
         counts = []
         levels = memory.measure(child.pid, counts.append)
@@ -210,15 +270,24 @@ def stored_answers(folder, lost=(), won=(), n=100, gate="tool_call"):
     """A stored run of backend "a": prompts in `lost` fail; those in `won` pass where the others of 80 to 99 fail."""
     rows = [
         row(
-            "a", 100.0 + i % 7, case=str(i), prompt_sha256=str(i), checks={gate: i not in lost and (i < 80 or i in won)}
+            "a",
+            100.0 + i % 7,
+            case=str(i),
+            prompt_sha256=str(i),
+            checks={gate: i not in lost and (i < 80 or i in won)},
         )
         for i in range(n)
     ]
     folder.mkdir()
-    (folder / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
+    (folder / "records.jsonl").write_bytes(
+        b"".join(documents.encode_record(r) + b"\n" for r in rows)
+    )
     config, identities = config_of(w={"temperature": 0}), {"a": known("a")}
     aggregates = aggregate_records(rows, config, identities)
-    documents.write(folder / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
+    documents.write(
+        folder / "bench.json",
+        documents.Bench(config=config, backends=identities, aggregates=aggregates),
+    )
     return folder
 
 
@@ -228,7 +297,8 @@ def test_watch_compares_the_same_prompts(tmp_path):
     lost = regression(before, stored_answers(tmp_path / "lost", lost=range(12))).gates_lost
     assert [(g.gate, g.pair.lost, g.pair.won) for g in lost] == [("tool_call", 12, 0)]
     assert (
-        "gate lost: a tool_call, 12 lost and 0 won of 100 answers" in losses(regression(before, tmp_path / "lost"))[0]
+        "gate lost: a tool_call, 12 lost and 0 won of 100 answers"
+        in losses(regression(before, tmp_path / "lost"))[0]
     )
     exchanged = stored_answers(tmp_path / "exchanged", lost=range(6), won=range(80, 86))
     assert not regression(before, exchanged).gates_lost, "as many won as lost"
@@ -239,7 +309,9 @@ def test_a_server_against_itself_is_reported():
     assert [f.code for f in check(twice)] == ["same_server"]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "noted"), [(1.5, 1.4, False), (39.0, 23.0, True), (0.2, 0.1, False)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "noted"), [(1.5, 1.4, False), (39.0, 23.0, True), (0.2, 0.1, False)]
+)
 def test_the_clients_clock_is_checked_against_the_servers(ours, theirs, noted):
     rows = [row("a", tpot_ms=ours, server_timings={"predicted_per_token_ms": theirs})]
     findings = check({"a": known("a")}, rows)
@@ -253,7 +325,8 @@ def test_a_busy_machine_is_reported(load, noted):
 
 
 @pytest.mark.parametrize(
-    ("realtime", "expected"), [((True, True), None), ((None, None), None), ((True, False), "1 of 2")]
+    ("realtime", "expected"),
+    [((True, True), None), ((None, None), None), ((True, False), "1 of 2")],
 )
 def test_a_client_without_realtime_priority_is_reported(realtime, expected):
     rows = [row("a", realtime=r) for r in realtime if r is not None] or [row("a")]

@@ -33,9 +33,17 @@ def model(gap_s):
 
 def run(tmp_path, gap_s):
     with FakeServer(model(lambda n, deep: 0.006)) as a, FakeServer(model(gap_s)) as b:
-        done = bench.run([bench.Backend("a", a.url), bench.Backend("b", b.url)], [PROMPTS], tmp_path, warmup=0, runs=4)
+        done = bench.run(
+            [bench.Backend("a", a.url), bench.Backend("b", b.url)],
+            [PROMPTS],
+            tmp_path,
+            warmup=0,
+            runs=4,
+        )
     report.build(tmp_path)
-    return {c.code: c for c in done.aggregates.confounds if c.code in CODES}, (tmp_path / "report.md").read_text()
+    return {c.code: c for c in done.aggregates.confounds if c.code in CODES}, (
+        tmp_path / "report.md"
+    ).read_text()
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,8 @@ def run(tmp_path, gap_s):
 )
 def test_a_planted_effect_is_named_by_the_report(tmp_path, code, gap_s, text):
     findings, page = run(tmp_path, gap_s)
-    names = findings.keys() if code != "drift" else {c.replace("throttled", "drift") for c in findings}
+    names = (
+        findings.keys() if code != "drift" else {c.replace("throttled", "drift") for c in findings}
+    )
     assert code in names, findings
     assert text in page.replace("\\", "")

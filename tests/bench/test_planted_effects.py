@@ -39,7 +39,10 @@ def drafting(rates):
     def answer(body):
         text = body["messages"][-1]["content"]
         rate = rates.get(text.split()[0], 0.7) + spread(text)
-        return words("It is Tokyo of course.", timings={"draft_n": 100, "draft_n_accepted": round(100 * rate)})
+        return words(
+            "It is Tokyo of course.",
+            timings={"draft_n": 100, "draft_n_accepted": round(100 * rate)},
+        )
 
     return answer
 
@@ -47,7 +50,12 @@ def drafting(rates):
 def run(tmp_path, a, b, workloads, **options):
     with FakeServer(a) as first, FakeServer(b) as second:
         sides = [bench.Backend("a", first.url), bench.Backend("b", second.url)]
-        done = bench.run(sides, workloads, tmp_path / "run", **{"warmup": 1, "runs": 1, "with_memory": False} | options)
+        done = bench.run(
+            sides,
+            workloads,
+            tmp_path / "run",
+            **{"warmup": 1, "runs": 1, "with_memory": False} | options,
+        )
     return done, {(f.code, *f.backends): f.message for f in done.aggregates.confounds}
 
 
@@ -63,7 +71,11 @@ def test_acceptance_that_falls_on_code_is_named(tmp_path):
     served = done.aggregates.served["b"].workloads
     assert served["text_code"].acceptance.p50 == pytest.approx(0.3, abs=0.05)
     assert served["text_prose"].acceptance.p50 == pytest.approx(0.7, abs=0.05)
-    changed = {c.workload for c in done.aggregates.comparisons if c.metric == "acceptance" and c.significant}
+    changed = {
+        c.workload
+        for c in done.aggregates.comparisons
+        if c.metric == "acceptance" and c.significant
+    }
     assert "text_code" in changed and not changed & {"text_prose", "text_math"}
 
 
@@ -77,15 +89,24 @@ def test_a_dropped_prefix_cache_is_named(tmp_path):
 
     def caching(body):
         prompt = sum(len(m["content"].split()) for m in body["messages"])
-        return words("It is Tokyo of course.", prompt_tokens=prompt, cached_tokens=prompt - 20 if prompt > 20 else 0)
+        return words(
+            "It is Tokyo of course.",
+            prompt_tokens=prompt,
+            cached_tokens=prompt - 20 if prompt > 20 else 0,
+        )
 
     def dropping(body):
         return words("It is Tokyo of course.", cached_tokens=0)
 
     _, findings = run(tmp_path, caching, dropping, [workload])
-    assert "prefix_hit" in findings["prefix_cache_dropped", "b"] and ("prefix_cache_dropped", "a") not in findings
+    assert (
+        "prefix_hit" in findings["prefix_cache_dropped", "b"]
+        and ("prefix_cache_dropped", "a") not in findings
+    )
     measured = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
-    assert {r.load.prefix for r in measured} == {"hit"} and {r.load.depth for r in measured} == {4096}
+    assert {r.load.prefix for r in measured} == {"hit"} and {r.load.depth for r in measured} == {
+        4096
+    }
     assert all((r.tokens.cached_tokens or 0) > 3000 for r in measured if r.backend == "a")
     assert all(r.tokens.cached_tokens == 0 for r in measured if r.backend == "b")
     assert all(0.9 * 4096 < r.tokens.prompt_tokens < 1.1 * 4096 for r in measured), (
@@ -132,9 +153,13 @@ def test_a_side_that_is_slower_only_at_depth_is_in_the_records(tmp_path):
                     "depth": depth,
                     "prefix": "miss",
                 }
-                rows.append(row(name, workload=f"depth_{depth}", case=str(i), token_events=20, **more))
+                rows.append(
+                    row(name, workload=f"depth_{depth}", case=str(i), token_events=20, **more)
+                )
     result = aggregate_records(rows, config_of(), {n: known(n) for n in "ab"})
-    slower = {c.workload for c in result.comparisons if c.metric == "itl_token_ms" and c.significant}
+    slower = {
+        c.workload for c in result.comparisons if c.metric == "itl_token_ms" and c.significant
+    }
     assert "depth_16384" in slower and not slower & {"depth_0", "depth_4096"}
 
 
@@ -146,23 +171,39 @@ def pieces(text_events, tokens, **more):
 
 
 def story(n=8):
-    return [build("story", [{"id": str(i), "messages": ask(f"Story {i}")} for i in range(n)], gates=["non_empty"])]
+    return [
+        build(
+            "story",
+            [{"id": str(i), "messages": ask(f"Story {i}")} for i in range(n)],
+            gates=["non_empty"],
+        )
+    ]
 
 
 def test_streams_that_merge_words_are_named(tmp_path):
     merged = {"gap_s": 0.002}
-    done, findings = run(tmp_path, lambda b: pieces(30, 31, **merged), lambda b: pieces(10, 31, **merged), story())
+    done, findings = run(
+        tmp_path, lambda b: pieces(30, 31, **merged), lambda b: pieces(10, 31, **merged), story()
+    )
     message = findings["merged_tokens", "b"]
     assert (
-        "3.00 tokens each" in message and "0.33 events per token" in message and ("merged_tokens", "a") not in findings
+        "3.00 tokens each" in message
+        and "0.33 events per token" in message
+        and ("merged_tokens", "a") not in findings
     )
     rows = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
     merged_row = next(r for r in rows if r.backend == "b")
-    assert merged_row.tokens.token_events == 10 and merged_row.tokens.tokens_per_event == pytest.approx(3.1)
+    assert (
+        merged_row.tokens.token_events == 10
+        and merged_row.tokens.tokens_per_event == pytest.approx(3.1)
+    )
     assert sum(merged_row.itl_token_ms) / 9 == pytest.approx(merged_row.timings.tpot_ms)
     served = done.aggregates.served
     # Per event b looks three times as slow as per token; per token the two are compared as they are.
-    assert served["b"].workloads["story"].itl_ms.p50 > 2.5 * served["b"].workloads["story"].itl_token_ms.p50
+    assert (
+        served["b"].workloads["story"].itl_ms.p50
+        > 2.5 * served["b"].workloads["story"].itl_token_ms.p50
+    )
     assert served["a"].workloads["story"].itl_token_ms.mean == pytest.approx(
         served["a"].workloads["story"].itl_ms.mean, rel=0.05
     )
@@ -170,7 +211,10 @@ def test_streams_that_merge_words_are_named(tmp_path):
 
 def test_more_events_than_tokens_are_named(tmp_path):
     _, findings = run(tmp_path, lambda b: pieces(30, 31), lambda b: pieces(30, 16), story())
-    assert "0.50 tokens per event" in findings["split_tokens", "b"] and ("split_tokens", "a") not in findings
+    assert (
+        "0.50 tokens per event" in findings["split_tokens", "b"]
+        and ("split_tokens", "a") not in findings
+    )
 
 
 def test_counts_in_every_event_are_used():
@@ -214,8 +258,12 @@ def test_acceptance_from_metrics_unless_somebody_else_used_the_server(tmp_path, 
         assert all(r.get("drafted_tokens") is None for r in rows)
     else:
         assert all(r["acceptance_source"] == "metrics" for r in rows)
-        assert sum(r["drafted_tokens"] for r in rows) == pytest.approx(10 * sum(r["completion_tokens"] for r in rows))
-        assert confounds.acceptance(read_records(tmp_path / "run" / "records.jsonl"))[0] == pytest.approx(0.4)
+        assert sum(r["drafted_tokens"] for r in rows) == pytest.approx(
+            10 * sum(r["completion_tokens"] for r in rows)
+        )
+        assert confounds.acceptance(read_records(tmp_path / "run" / "records.jsonl"))[
+            0
+        ] == pytest.approx(0.4)
 
 
 def test_a_cache_that_cannot_be_is_not_believed(tmp_path):
@@ -224,7 +272,12 @@ def test_a_cache_that_cannot_be_is_not_believed(tmp_path):
 
     with FakeServer(lying) as server:
         bench.run(
-            [bench.Backend("a", server.url)], topics(1)[:1], tmp_path / "run", warmup=0, runs=1, with_memory=False
+            [bench.Backend("a", server.url)],
+            topics(1)[:1],
+            tmp_path / "run",
+            warmup=0,
+            runs=1,
+            with_memory=False,
         )
     rows = rows_of(tmp_path / "run")
     assert all(r.get("cached_tokens") is None for r in rows) and any(

@@ -26,7 +26,9 @@ def test_a_against_a_on_a_real_server(tmp_path):
     checkpoint.convert(MODEL, to="gguf", output=tmp_path / "tiny.gguf", type="Q8_0")
     server = serving.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log")
     try:
-        sides = [bench.Backend(name, server.url, meta={"pid": server.pid}) for name in ("one", "same")]
+        sides = [
+            bench.Backend(name, server.url, meta={"pid": server.pid}) for name in ("one", "same")
+        ]
         workloads = judge.load_workloads(["factual", "tool_memory", "multi_turn", "thinking_on"])
         result = bench.run(sides, workloads, tmp_path / "run", warmup=1, runs=1, n=3)
     finally:
@@ -43,7 +45,9 @@ def test_a_against_a_on_a_real_server(tmp_path):
     one, same = (result.aggregates.served[name] for name in ("one", "same"))
     assert one.runtime == "llama.cpp" and one.memory_bytes.five > 20e6
     # Greedy decoding: the same server gives the same answers, so the gates are the same.
-    assert {g: r.passes for g, r in one.gates.items()} == {g: r.passes for g, r in same.gates.items()}
+    assert {g: r.passes for g, r in one.gates.items()} == {
+        g: r.passes for g, r in same.gates.items()
+    }
     assert one.gates["factual"].passes == one.gates["factual"].n == 3
     assert one.gates["tool_call"].passes == 3
     early = 0
@@ -51,6 +55,10 @@ def test_a_against_a_on_a_real_server(tmp_path):
         timings = row.timings.server_timings
         # No token can arrive before the server has read the prompt; on a busy machine a stamp may be earlier.
         early += impossible(row) or row.timings.first_token_ms < 0.9 * timings["prompt_ms"]
-        assert row.tokens.completion_tokens == timings["predicted_n"] == row.tokens.usage["completion_tokens"]
+        assert (
+            row.tokens.completion_tokens
+            == timings["predicted_n"]
+            == row.tokens.usage["completion_tokens"]
+        )
         assert bool(row.answer.reasoning) == (row.workload == "thinking_on")
     assert early <= 0.1 * len(measured)

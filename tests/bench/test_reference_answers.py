@@ -15,7 +15,10 @@ from annie_quant.core.errors import UsageError
 
 GATES = ["non_empty", "same_tool", "same_arguments", "same_markdown", "same_length", "same_stop"]
 CALLS = workload(
-    "calls", [{"id": f"c{i}", "messages": ask(f"Look up {i}")} for i in range(12)], tools=TOOLS, gates=GATES
+    "calls",
+    [{"id": f"c{i}", "messages": ask(f"Look up {i}")} for i in range(12)],
+    tools=TOOLS,
+    gates=GATES,
 )
 TALK = workload("talk", [{"id": "t", "turns": ["one", "two", "three"]}], gates=GATES)
 
@@ -34,13 +37,21 @@ def quantized(body):
     if body.get("tools") and 6 <= int(number) < 10:
         return Script(tools=[("search_memory", f'{{ "k": 1, "query": "{number} " }}')])
     return (
-        words(f"**These** are some words about number {number}.") if number == "11" else bf16({**body, "tools": None})
+        words(f"**These** are some words about number {number}.")
+        if number == "11"
+        else bf16({**body, "tools": None})
     )
 
 
 def measure(folder, sides, workloads=(CALLS,), **more):
     return bench.run(
-        [bench.Backend(*side) for side in sides], list(workloads), folder, warmup=0, runs=2, with_memory=False, **more
+        [bench.Backend(*side) for side in sides],
+        list(workloads),
+        folder,
+        warmup=0,
+        runs=2,
+        with_memory=False,
+        **more,
     )
 
 
@@ -59,7 +70,11 @@ def test_a_lost_call_is_counted_once_per_prompt_and_decides(run):
     assert (side.paired["same_arguments"].n, side.paired["same_arguments"].lost) == (10, 6)
     assert side.paired["same_markdown"].lost == 1 and side.gates["same_tool"].basis == "reference"
     assert side.gates["same_tool"].verdict == "fail" and done.verdict.outcome == "loses"
-    assert all(own.gates[gate].passes == own.gates[gate].n for gate in own.gates if gate.startswith("same_"))
+    assert all(
+        own.gates[gate].passes == own.gates[gate].n
+        for gate in own.gates
+        if gate.startswith("same_")
+    )
     assert "same_tool" in str([r["faults"] for r in rows_of(folder) if r["backend"] == "nvfp4"])
     assert "as bf16" in "\n".join(tables.served_lines(done.aggregates.served))
 
@@ -76,7 +91,9 @@ def test_the_stored_records_give_the_same_figures_again(run):
 def test_a_run_without_bf16_has_no_such_gates(tmp_path):
     with FakeServer(bf16) as a, FakeServer(quantized) as b:
         done = measure(tmp_path, [("q4", a.url), ("nvfp4", b.url)])
-    assert not any(gate.startswith("same_") for side in done.aggregates.served.values() for gate in side.gates)
+    assert not any(
+        gate.startswith("same_") for side in done.aggregates.served.values() for gate in side.gates
+    )
 
 
 def test_the_answers_of_an_earlier_run_are_the_reference(run, tmp_path):
@@ -108,14 +125,25 @@ def records_of(*answers):
 
 
 def test_a_prompt_on_which_bf16_does_not_agree_with_itself_does_not_count():
-    one = workload("talk", [{"id": "a", "messages": ask("x")}, {"id": "b", "messages": ask("y")}], gates=GATES)
+    one = workload(
+        "talk", [{"id": "a", "messages": ask("x")}, {"id": "b", "messages": ask("y")}], gates=GATES
+    )
     records = records_of(
         ("bf16", "a", 0, "**Bold.**", 0), ("bf16", "a", 1, "Plain.", 0), ("nvfp4", "a", 0, "Plain.", 0),
         ("bf16", "b", 0, "Plain.", 0), ("bf16", "b", 1, "Plain.", 0), ("nvfp4", "b", 0, "**Bold.**", 0),
     )  # fmt: skip
     assert reference_answers.mark(records, [one], [r for r in records if r.backend == "bf16"])
-    assert [r.judgement.checks.get("same_markdown") for r in records] == [None, None, None, True, True, False]
-    assert not reference_answers.mark(records, [one], [r for r in records if r.backend == "bf16"])  # the same again
+    assert [r.judgement.checks.get("same_markdown") for r in records] == [
+        None,
+        None,
+        None,
+        True,
+        True,
+        False,
+    ]
+    assert not reference_answers.mark(
+        records, [one], [r for r in records if r.backend == "bf16"]
+    )  # the same again
 
 
 def test_a_turn_after_another_answer_is_another_prompt():
@@ -124,7 +152,14 @@ def test_a_turn_after_another_answer_is_another_prompt():
         ("nvfp4", "t", 0, "One.", 0), ("nvfp4", "t", 0, "**2**", 1), ("nvfp4", "t", 0, "Three.", 2),
     )  # fmt: skip
     reference_answers.mark(records, [TALK], records[:3])
-    assert [r.judgement.checks.get("same_markdown") for r in records] == [True, True, True, True, False, None]
+    assert [r.judgement.checks.get("same_markdown") for r in records] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        None,
+    ]
 
 
 def test_sampled_answers_are_not_compared():
@@ -134,4 +169,6 @@ def test_sampled_answers_are_not_compared():
 
 
 def test_the_option_is_on_the_command_line():
-    assert "--reference-run" in {name for option in cli.commands["bench"].params for name in option.opts}
+    assert "--reference-run" in {
+        name for option in cli.commands["bench"].params for name in option.opts
+    }

@@ -29,7 +29,9 @@ def test_a_run_from_smoke_to_aggregates(two, tmp_path):
     # 6 + 1 single prompts and 5 turns, twice, on two sides.
     assert len(measured) == 2 * 2 * (6 + 1 + 5)
     assert len({r["id"] for r in rows}) == len(rows)
-    assert [r["workload"] for r in rows[:2]] == ["smoke", "smoke"] and all(r["cold"] and r["warmup"] for r in rows[:2])
+    assert [r["workload"] for r in rows[:2]] == ["smoke", "smoke"] and all(
+        r["cold"] and r["warmup"] for r in rows[:2]
+    )
     assert sum(r["warmup"] for r in rows) == 2 + 2 * 2 * (1 + 1 + 5)
     gates = result.aggregates.served["a"].gates
     assert (gates["factual"].passes, gates["factual"].n) == (6, 6)
@@ -97,7 +99,10 @@ def test_resume_refuses_other_settings(two, tmp_path):
     with pytest.raises(UsageError, match="other settings") as caught:
         bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
     with pytest.raises(UsageError, match="backends"):
-        other = [bench.Backend("a", two[0].url, meta={"source": "other weights"}), bench.Backend("b", two[1].url)]
+        other = [
+            bench.Backend("a", two[0].url, meta={"source": "other weights"}),
+            bench.Backend("b", two[1].url),
+        ]
         bench.run(other, [FACTS], tmp_path, warmup=0, runs=1)
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, resume=False)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
@@ -139,14 +144,23 @@ def test_a_missing_server_is_a_one_line_error(tmp_path):
 
 def test_a_run_that_measured_nothing_can_be_repeated_with_other_settings(two, tmp_path):
     with pytest.raises(ServerError, match="no server answers"):
-        bench.run([bench.Backend("a", "http://127.0.0.1:9", meta={"source": "x"})], [FACTS], tmp_path, warmup=0)
-    bench.run([bench.Backend("a", two[0].url, meta={"source": "y"})], [FACTS], tmp_path, warmup=0, runs=1)
+        bench.run(
+            [bench.Backend("a", "http://127.0.0.1:9", meta={"source": "x"})],
+            [FACTS],
+            tmp_path,
+            warmup=0,
+        )
+    bench.run(
+        [bench.Backend("a", two[0].url, meta={"source": "y"})], [FACTS], tmp_path, warmup=0, runs=1
+    )
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 6
 
 
 def test_failed_requests_are_failures_and_not_crashes(two, tmp_path):
     two[0].answer = lambda body: (
-        Script(status=400, error="auto tool choice requires --tool-call-parser") if body.get("tools") else annie(body)
+        Script(status=400, error="auto tool choice requires --tool-call-parser")
+        if body.get("tools")
+        else annie(body)
     )
     result = bench.run(backends(*two), [FACTS, MEMORY], tmp_path, warmup=0, runs=1)
     gates = result.aggregates.served["a"].gates
@@ -191,7 +205,9 @@ def test_a_time_budget_ends_a_run_that_can_be_resumed(two, tmp_path):
     for server in two:
         server.answer = lambda body: words("It is Tokyo.")
     whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
-    assert whole.requests == 24 and whole.ended == Ended(unasked=0, stopped=None, prefix_cache="warm")
+    assert whole.requests == 24 and whole.ended == Ended(
+        unasked=0, stopped=None, prefix_cache="warm"
+    )
 
 
 def test_a_prefix_cache_that_cannot_be_disabled_is_reported(tmp_path):
@@ -206,6 +222,15 @@ def test_a_prefix_cache_that_cannot_be_disabled_is_reported(tmp_path):
 def test_each_request_to_vllm_has_its_own_legal_salt(tmp_path):
     """vLLM 0.32 answers HTTP 400 to a salt with "@", "/", a backslash or NUL, or of more than 128 characters."""
     with FakeServer(annie, style="vllm") as server:
-        bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
+        bench.run(
+            [bench.Backend("a", server.url)],
+            [FACTS],
+            tmp_path,
+            warmup=0,
+            runs=1,
+            prefix_cache="off",
+        )
         salts = [body["cache_salt"] for body in server.bodies if "Capital" in str(body)]
-    assert len({*salts}) == len(salts) > 1 and all(salt.isalnum() and len(salt) <= 128 for salt in salts)
+    assert len({*salts}) == len(salts) > 1 and all(
+        salt.isalnum() and len(salt) <= 128 for salt in salts
+    )

@@ -35,7 +35,9 @@ def records(backend, seed, factor=lambda second: 1.0, prompts=40, repeats=5, spr
 
 
 def codes(rows, *backends):
-    aggregates = aggregate_records(rows, config_of(w={"temperature": 0}), {name: known(name) for name in backends})
+    aggregates = aggregate_records(
+        rows, config_of(w={"temperature": 0}), {name: known(name) for name in backends}
+    )
     return {c.code: c for c in aggregates.confounds}
 
 
@@ -44,7 +46,10 @@ def throttles(second):
 
 
 def test_a_server_that_throttles_after_ten_minutes_is_named_with_its_clock():
-    state = {"clock_mhz": lambda s: 2418.0 if s < 600 else 1900.0, "temperature_c": lambda s: 60 + min(s, 600) / 25}
+    state = {
+        "clock_mhz": lambda s: 2418.0 if s < 600 else 1900.0,
+        "temperature_c": lambda s: 60 + min(s, 600) / 25,
+    }
     rows = records("a", 1, **state) + records("b", 1, throttles, **state)
     findings = codes(rows, "a", "b")
     message = findings["throttled"].message
@@ -91,7 +96,9 @@ def test_equal_sides_have_no_finding_and_stay_below_the_noise():
     for seed in range(3):
         rows = records("a", seed) + records("b", seed)
         alarms += bool(codes(rows, "a", "b").keys() & {"drift", "throttled", "slower_at_depth"})
-        aggregates = aggregate_records(rows, config_of(w={"temperature": 0}), {n: known(n) for n in "ab"})
+        aggregates = aggregate_records(
+            rows, config_of(w={"temperature": 0}), {n: known(n) for n in "ab"}
+        )
         for comparison in aggregates.comparisons:
             if comparison.metric == "tpot_ms":
                 compared += 1
@@ -107,11 +114,19 @@ def test_a_difference_has_its_noise_in_the_report(tmp_path):
     assert 0 < comparison.noise < comparison.median_difference / 3
     floor = next(f for f in aggregates.noise["a"] if f.metric == "tpot_ms")
     assert floor.n_repeated == 40 and floor.low < 0 < floor.high
-    (tmp_path / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
-    documents.write(tmp_path / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
+    (tmp_path / "records.jsonl").write_bytes(
+        b"".join(documents.encode_record(r) + b"\n" for r in rows)
+    )
+    documents.write(
+        tmp_path / "bench.json",
+        documents.Bench(config=config, backends=identities, aggregates=aggregates),
+    )
     report.build(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    assert "## Noise and drift" in page and "± " in page.split("## Paired comparisons")[1].split("##")[0]
+    assert (
+        "## Noise and drift" in page
+        and "± " in page.split("## Paired comparisons")[1].split("##")[0]
+    )
     assert "Noise and drift" in (tmp_path / "report.html").read_text()
 
 
@@ -123,7 +138,10 @@ def test_without_repeats_the_plan_measures_a_tenth_again():
     assert len(visits) == 2 * (40 + 4)
     assert sorted(v.cases[0][1] for v in visits) == [0] * 80 + [1] * 8
     for settings in ({"runs": 1, "noise_share": 0.0}, {"runs": 2, "noise_share": 0.1}):
-        assert len(planned_visits(["a", "b"], [many], BenchConfig(**settings))) == 80 * settings["runs"]
+        assert (
+            len(planned_visits(["a", "b"], [many], BenchConfig(**settings)))
+            == 80 * settings["runs"]
+        )
     once = [r for r in records("a", 6) if r.repeat % 40 == 0][:30]
     assert stability.noise_floors(once[:5], {"w": once[:5]}, 0) == [], "nothing was measured twice"
 
@@ -140,7 +158,9 @@ def test_a_server_slower_at_depth_is_named(shallow, deep, text):
                 record.workload, record.tokens.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
     findings = codes(rows, "a", "b")["slower_at_depth"]
-    assert findings.backends == ["b"] and text in findings.message and "16k tokens" in findings.message
+    assert (
+        findings.backends == ["b"] and text in findings.message and "16k tokens" in findings.message
+    )
 
 
 def test_a_constant_difference_is_not_one_of_depth():

@@ -27,13 +27,19 @@ def trace(per_hour, seconds=3600, seed=0, start=2000 * MB):
     for second in range(0, seconds, 5):
         filled = 500 * MB * min(1.0, second / 600)
         peak = 300 * MB if rng.random() < 0.05 else 0
-        rows.append((1e9 + second, start + filled + per_hour * second / 3600 + rng.gauss(0, 4 * MB) + peak))
+        rows.append(
+            (1e9 + second, start + filled + per_hour * second / 3600 + rng.gauss(0, 4 * MB) + peak)
+        )
     return rows
 
 
 def test_a_leak_is_found_and_a_filling_cache_is_not():
     leak = memory.growth(trace(120 * MB))
-    assert leak.grows and leak.low < 120 * MB < leak.high and leak.bytes_per_hour == pytest.approx(120 * MB, rel=0.2)
+    assert (
+        leak.grows
+        and leak.low < 120 * MB < leak.high
+        and leak.bytes_per_hour == pytest.approx(120 * MB, rel=0.2)
+    )
     alarms = sum(memory.growth(trace(0, seed=seed)).grows for seed in range(8))
     assert alarms == 0
     message = findings.growth_findings({"b": leak})[0].message
@@ -52,7 +58,9 @@ def test_a_long_trace_is_evenly_spaced_over_the_whole_run(monkeypatch):
         peak._sample()
     times = [at for at, _ in peak.trace]
     assert 32 <= len(times) <= 64
-    assert len({b - a for a, b in itertools.pairwise(times)}) == 1, "older samples are as dense as later ones"
+    assert len({b - a for a, b in itertools.pairwise(times)}) == 1, (
+        "older samples are as dense as later ones"
+    )
 
 
 PAGE = """# HELP vllm:num_requests_running Number of requests.
@@ -68,11 +76,17 @@ nan_value NaN
 
 def test_broken_pages_of_metrics_are_no_error():
     rng = random.Random(1)
-    page = PAGE % "12" + "vllm:spec_decode_num_draft_tokens_total 5\nvllm:spec_decode_num_accepted_tokens_total NaN\n"
+    page = (
+        PAGE % "12"
+        + "vllm:spec_decode_num_draft_tokens_total 5\nvllm:spec_decode_num_accepted_tokens_total NaN\n"
+    )
     assert backend.draft_counters(page) is None, "a counter without a finite value is none"
     assert backend.draft_counters(page.replace("NaN", "4")) == backend.Counters(5, 4, 12)
     for _ in range(300):
-        assert backend.draft_counters("".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60))) is None
+        assert (
+            backend.draft_counters("".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60)))
+            is None
+        )
 
 
 def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):

@@ -25,7 +25,15 @@ from annie_quant.documents import BackendSettings, BenchConfig, Load
 
 
 def call(t, prompt, answer, blocks, **more):
-    return {"t": t, "type": "n", "model": "m", "in": prompt, "out": answer, "hash_ids": blocks, **more}
+    return {
+        "t": t,
+        "type": "n",
+        "model": "m",
+        "in": prompt,
+        "out": answer,
+        "hash_ids": blocks,
+        **more,
+    }
 
 
 # As traces/trace_0026.json of callanjfox/kv-cache-tester has it, with shorter prompts and a subagent.
@@ -62,11 +70,20 @@ def value(x):
 def span(time_s, **attributes):
     named = {f"gen_ai.{name.replace('__', '.')}": x for name, x in attributes.items()}
     pairs = [{"key": k, "value": value(x)} for k, x in named.items()]
-    return {"name": "chat m", "kind": 3, "startTimeUnixNano": str(int(time_s * 10**9)), "attributes": pairs}
+    return {
+        "name": "chat m",
+        "kind": 3,
+        "startTimeUnixNano": str(int(time_s * 10**9)),
+        "attributes": pairs,
+    }
 
 
 def export(*spans):
-    return {"resourceSpans": [{"resource": {"attributes": []}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}]}
+    return {
+        "resourceSpans": [
+            {"resource": {"attributes": []}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}
+        ]
+    }
 
 
 def message(role, *parts):
@@ -85,7 +102,9 @@ WEATHER = [
     message("assistant", {"type": "reasoning", "content": "hm"}, text("It rains.")),
     message("user", text("Thanks. My key is sk-proj-abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGH.")),
 ]  # fmt: skip
-TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
+TOOLS = [
+    {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+]
 START = 1_780_000_000
 CALLS = [
     span(START + s, operation__name="chat", input__messages=WEATHER[:n], system_instructions=[text("Be Annie.")],
@@ -95,7 +114,9 @@ CALLS = [
     )
 ]  # fmt: skip
 OTHERS = [
-    span(START, operation__name="execute_tool", tool__name="get_weather", input__messages=WEATHER[:1]),
+    span(
+        START, operation__name="execute_tool", tool__name="get_weather", input__messages=WEATHER[:1]
+    ),
     span(START, operation__name="invoke_agent", input__messages=WEATHER, usage__input_tokens=90),
     {"name": "GET /", "startTimeUnixNano": "1"},
 ]
@@ -114,11 +135,19 @@ def test_an_agents_requests_have_their_lengths_times_and_prefixes(tmp_path, inde
     workload = traces.trace(write(tmp_path / "t.json", SESSION, indent=indent), 10)
     assert [c.prompt_tokens for c in workload.cases] == [300, 450, 130, 200, 470]
     assert [c.max_tokens for c in workload.cases] == [22, 9, 3, 4, 5]
-    assert [c.arrival_s for c in workload.cases] == [0, 2, 2.5, 2.75, 62.75], "the wait of 897 s is one of 60"
+    assert [c.arrival_s for c in workload.cases] == [0, 2, 2.5, 2.75, 62.75], (
+        "the wait of 897 s is one of 60"
+    )
     prompts = [workload.messages(c)[0]["content"].split("\n\n") for c in workload.cases]
-    assert [len(" ".join(p).split()) / 0.75 for p in prompts] == pytest.approx([300, 450, 130, 200, 470], abs=2)
-    alike = [sum(x == y for x, y in zip(a, b, strict=False)) for a, b in itertools.pairwise(prompts)]
-    assert alike == [4, 2, 2, 2], "the blocks that the ids share; a session's agents have them in common"
+    assert [len(" ".join(p).split()) / 0.75 for p in prompts] == pytest.approx(
+        [300, 450, 130, 200, 470], abs=2
+    )
+    alike = [
+        sum(x == y for x, y in zip(a, b, strict=False)) for a, b in itertools.pairwise(prompts)
+    ]
+    assert alike == [4, 2, 2, 2], (
+        "the blocks that the ids share; a session's agents have them in common"
+    )
 
 
 def test_times_of_a_subagent_since_the_sessions_start(tmp_path):
@@ -135,9 +164,13 @@ def test_sessions_follow_each_other_and_share_text_only_in_a_global_scope(tmp_pa
         folder.mkdir()
         for name in ("a", "b"):
             requests = [call(t, 64, 1, [1]) for t in (5, 7)]
-            write(folder / f"{name}.json", {"id": name, "hash_id_scope": scope, "requests": requests})
+            write(
+                folder / f"{name}.json", {"id": name, "hash_id_scope": scope, "requests": requests}
+            )
         cases = traces.trace(folder, 3).cases
-        assert [c.arrival_s for c in cases] == [0, 2, 62] and (cases[0].blocks == cases[2].blocks) is shared
+        assert [c.arrival_s for c in cases] == [0, 2, 62] and (
+            cases[0].blocks == cases[2].blocks
+        ) is shared
 
 
 def test_each_request_of_a_replayed_agent_waits_after_the_answer_before_it(tmp_path):
@@ -146,9 +179,20 @@ def test_each_request_of_a_replayed_agent_waits_after_the_answer_before_it(tmp_p
     assert [[s.wait_s for s in c.steps] for c in (agent, subagent)] == [[0, 0.7, 60], [0, 0.25]]
     short = dataclasses.replace(workload, cases=(subagent,))
     with FakeServer(lambda body: words("It is Tokyo.", first_s=0.3)) as server:
-        bench.run([bench.Backend("a", server.url)], [short], tmp_path / "run", warmup=1, runs=1, with_memory=False)
+        bench.run(
+            [bench.Backend("a", server.url)],
+            [short],
+            tmp_path / "run",
+            warmup=1,
+            runs=1,
+            with_memory=False,
+        )
         warm, *sent = server.bodies[-3:]
-    rows = [r for r in read_records(tmp_path / "run/records.jsonl") if not r.warmup and r.workload == "replay"]
+    rows = [
+        r
+        for r in read_records(tmp_path / "run/records.jsonl")
+        if not r.warmup and r.workload == "replay"
+    ]
     assert [r.turn for r in rows] == [0, 1] and [r.load.arrival_s for r in rows] == [None, 0.25]
     ended = rows[0].timings.started_unix_s + rows[0].timings.e2e_ms / 1e3
     assert 0.25 <= rows[1].timings.started_unix_s - ended < 0.25 + CONNECT_S, "the wait alone"
@@ -159,11 +203,16 @@ def test_each_request_of_a_replayed_agent_waits_after_the_answer_before_it(tmp_p
 
 
 def test_a_trace_arrives_in_order_where_it_is_sent_in_groups(tmp_path):
-    rows = [{"timestamp": 100 * i, "input_length": 64, "output_length": 1} for i in range(4 * OPEN_LOOP_REQUESTS)]
+    rows = [
+        {"timestamp": 100 * i, "input_length": 64, "output_length": 1}
+        for i in range(4 * OPEN_LOOP_REQUESTS)
+    ]
     workload = traces.trace(write(tmp_path / "t.jsonl", *rows), 1000)
     config = BenchConfig(backends=[BackendSettings(name="a")], loads=[Load(0, None, 1.0)], runs=1)
     visits = planned_visits(["a"], [workload], config)
-    assert [case.id for visit in visits for case, _ in visit.cases] == [c.id for c in workload.cases]
+    assert [case.id for visit in visits for case, _ in visit.cases] == [
+        c.id for c in workload.cases
+    ]
 
 
 # ---- OpenTelemetry
@@ -171,15 +220,31 @@ def test_a_trace_arrives_in_order_where_it_is_sent_in_groups(tmp_path):
 
 def test_calls_are_sent_with_their_history_at_their_times(tmp_path):
     workload = traces.trace(write(tmp_path / "spans.json", export(*OTHERS, *CALLS), indent=1), 10)
-    assert [c.arrival_s for c in workload.cases] == [0, 1.5, 4] and [c.max_tokens for c in workload.cases] == [50] * 3
+    assert [c.arrival_s for c in workload.cases] == [0, 1.5, 4] and [
+        c.max_tokens for c in workload.cases
+    ] == [50] * 3
     first, second, third = ([*c.messages] for c in workload.cases)
-    assert first == [{"role": "system", "content": "Be Annie."}, {"role": "user", "content": "Weather in Paris?"}]
+    assert first == [
+        {"role": "system", "content": "Be Annie."},
+        {"role": "user", "content": "Weather in Paris?"},
+    ]
     assert [m["role"] for m in second] == ["system", "user", "assistant", "tool"]
     assert json.loads(second[2]["tool_calls"][0]["function"]["arguments"]) == {"location": "Paris"}
     assert json.loads(second[3]["content"]) == {"sky": "rainy", "°F": 57}
-    assert [m["role"] for m in third] == ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [m["role"] for m in third] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
     assert third[4]["content"] == "It rains." and "sk-proj" not in json.dumps(third)
-    assert [c.expect for c in workload.cases] == [{"logged": {"calls": ["get_weather"]}}, {"logged": {"calls": []}}, {}]
+    assert [c.expect for c in workload.cases] == [
+        {"logged": {"calls": ["get_weather"]}},
+        {"logged": {"calls": []}},
+        {},
+    ]
     assert workload.cases[0].tools[0]["function"]["name"] == "get_weather"
 
 
@@ -189,29 +254,48 @@ def test_messages_as_json_text_and_on_events_are_the_same(tmp_path):
         for pair in one["attributes"]:
             if "messages" in pair["key"]:
                 pair["value"] = value(json.dumps(otel._value(pair["value"], 32)))
-    on_events = [{**c, "attributes": c["attributes"][:1], "events": [{"name": "details", **c}]} for c in CALLS]
+    on_events = [
+        {**c, "attributes": c["attributes"][:1], "events": [{"name": "details", **c}]}
+        for c in CALLS
+    ]
     entries = [{**c, "timeUnixNano": c["startTimeUnixNano"]} for c in CALLS]
     logged = {"resourceLogs": [{"scopeLogs": [{"logRecords": entries}]}]}
     expected = [c.messages for c in read_logs([write(tmp_path / "a.jsonl", export(*CALLS))])]
     for document in (export(*as_text), export(*on_events), logged):
         found = [*read_logs([write(tmp_path / "b.jsonl", document)])]
-        assert [c.messages for c in found] == expected and {c.format for c in found} == {"OpenTelemetry"}
+        assert [c.messages for c in found] == expected and {c.format for c in found} == {
+            "OpenTelemetry"
+        }
 
 
 def test_spans_without_content_are_requests_of_their_lengths(tmp_path):
     vllm = [
-        span(START + s, usage__prompt_tokens=p, usage__completion_tokens=a, request__max_tokens=500, request__id="x")
+        span(
+            START + s,
+            usage__prompt_tokens=p,
+            usage__completion_tokens=a,
+            request__max_tokens=500,
+            request__id="x",
+        )
         for s, p, a in ((3.5, 900, 40), (0, 600, 7))
     ]
     workload = traces.trace(write(tmp_path / "spans.jsonl", export(vllm[0]), export(vllm[1])), 10)
-    assert [(c.arrival_s, c.prompt_tokens, c.max_tokens) for c in workload.cases] == [(0, 600, 7), (3.5, 900, 40)]
-    with pytest.raises(UsageError, match=r"no conversation to replay: 2 × a span without gen_ai.input.messages"):
+    assert [(c.arrival_s, c.prompt_tokens, c.max_tokens) for c in workload.cases] == [
+        (0, 600, 7),
+        (3.5, 900, 40),
+    ]
+    with pytest.raises(
+        UsageError, match=r"no conversation to replay: 2 × a span without gen_ai.input.messages"
+    ):
         traces.replay([tmp_path / "spans.jsonl"], 10)
 
 
 def test_content_that_was_cut_and_images_are_named(tmp_path):
     cut = span(START, input__messages='[{"role": "user", "parts": [{"type": "te')
-    image = span(START, input__messages=[message("user", {"type": "blob", "modality": "image", "content": ""})])
+    image = span(
+        START,
+        input__messages=[message("user", {"type": "blob", "modality": "image", "content": ""})],
+    )
     with pytest.raises(UsageError) as error:
         traces.replay([write(tmp_path / "x.jsonl", export(cut, image))], 10)
     assert "a span without gen_ai.input.messages, or one that was cut" in error.value.message
@@ -228,9 +312,15 @@ def test_the_command_replays_an_agent_resumes_and_reports(tmp_path):
         sent = len(server.bodies)
         again = CliRunner().invoke(cli, command)
     assert first.exit_code == again.exit_code == 0, first.output
-    assert sent == len(server.bodies) == 2 + 4 + 4, "two questions of the client, the trace, the replay; nothing twice"
-    cases = {w["name"]: w["cases"] for w in json.loads((run / "inputs.json").read_text())["workloads"]}
-    assert [len(c["steps"]) for c in cases["replay"]] == [2, 2] and cases["trace"][1]["block_tokens"] == 64
+    assert sent == len(server.bodies) == 2 + 4 + 4, (
+        "two questions of the client, the trace, the replay; nothing twice"
+    )
+    cases = {
+        w["name"]: w["cases"] for w in json.loads((run / "inputs.json").read_text())["workloads"]
+    }
+    assert [len(c["steps"]) for c in cases["replay"]] == [2, 2] and cases["trace"][1][
+        "block_tokens"
+    ] == 64
     assert "replay" in (run / "report.html").read_text()
 
 

@@ -27,7 +27,10 @@ MOONCAKE = [
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "robot"}'}}
 TOOL = {
     "type": "function",
-    "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+    "function": {
+        "name": "find",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+    },
 }
 CHAT = [
     {"role": "system", "content": "You are Annie."},
@@ -35,7 +38,10 @@ CHAT = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "It walks."},
     {"role": "assistant", "content": "Your robot walks."},
-    {"role": "user", "content": "Thanks. My key is sk-proj-abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGH."},
+    {
+        "role": "user",
+        "content": "Thanks. My key is sk-proj-abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGH.",
+    },
     {"role": "assistant", "content": "You are welcome."},
 ]
 
@@ -54,7 +60,9 @@ def one_side(url):
 
 
 def measured(folder):
-    return [r for r in read_records(folder / "records.jsonl") if not r.warmup and r.workload != "smoke"]
+    return [
+        r for r in read_records(folder / "records.jsonl") if not r.warmup and r.workload != "smoke"
+    ]
 
 
 def test_a_conversation_is_replayed_with_its_results(tmp_path):
@@ -72,14 +80,23 @@ def test_a_conversation_is_replayed_with_its_results(tmp_path):
 
     def calling(body):
         last = body["messages"][-1]
-        return Script(tools=[("find", '{"q": "robot"}')]) if "robot" in last["content"] else words("It is Tokyo.")
+        return (
+            Script(tools=[("find", '{"q": "robot"}')])
+            if "robot" in last["content"]
+            else words("It is Tokyo.")
+        )
 
     with FakeServer(calling) as server:
-        bench.run(one_side(server.url), [workload], tmp_path / "run", warmup=0, runs=1, with_memory=False)
+        bench.run(
+            one_side(server.url), [workload], tmp_path / "run", warmup=0, runs=1, with_memory=False
+        )
         bodies = server.bodies
     roles = [m["role"] for m in bodies[-1]["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
-    assert bodies[-1]["messages"][3]["content"] == "It walks." and bodies[-1]["tools"][0]["function"]["name"] == "find"
+    assert (
+        bodies[-1]["messages"][3]["content"] == "It walks."
+        and bodies[-1]["tools"][0]["function"]["name"] == "find"
+    )
     rows = measured(tmp_path / "run")
     assert [r.turn for r in rows] == [0, 1, 2] and rows[0].judgement.checks["logged_tool"] is True
     assert "sk-proj" not in (tmp_path / "run" / "inputs.json").read_text()
@@ -87,8 +104,14 @@ def test_a_conversation_is_replayed_with_its_results(tmp_path):
 
 def test_sharegpt_is_replayed(tmp_path):
     path = tmp_path / "sharegpt.json"
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Bye"}]
-    path.write_text(json.dumps([{"id": "x", "conversations": turns}, {"id": "y", "conversations": turns[:2]}]))
+    turns = [
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello"},
+        {"from": "human", "value": "Bye"},
+    ]
+    path.write_text(
+        json.dumps([{"id": "x", "conversations": turns}, {"id": "y", "conversations": turns[:2]}])
+    )
     assert [c.turns for c in traces.replay([path], n=10).cases] == [("Hi", "Bye"), ("Hi",)]
     assert len(traces.replay([path], n=1).cases) == 1
     with pytest.raises(UsageError, match=r"no requests with times.*no time"):
@@ -97,7 +120,9 @@ def test_sharegpt_is_replayed(tmp_path):
 
 def test_a_deep_conversation_is_not_left_out(tmp_path):
     chat = [*CHAT[:1], {"role": "user", "content": "notes " * 20_000}, CHAT[-1]]
-    assert len(traces.replay([log(tmp_path / "log.jsonl", [chat])], n=10).cases[0].turns[0]) == 120_000
+    assert (
+        len(traces.replay([log(tmp_path / "log.jsonl", [chat])], n=10).cases[0].turns[0]) == 120_000
+    )
 
 
 def test_messages_that_are_not_in_the_usual_order():
@@ -107,23 +132,32 @@ def test_messages_that_are_not_in_the_usual_order():
     for messages, expected in (
         ([user, user, answer], [("u\n\nu", [])]),
         ([answer, result, user], [("u", None)]),
-        ([user, call, result, result, user, answer], [("u", ["find"]), (["r", "r"], None), ("u", [])]),
+        (
+            [user, call, result, result, user, answer],
+            [("u", ["find"]), (["r", "r"], None), ("u", [])],
+        ),
         ([user, answer, call, result], [("u", ["find"]), (["r"], None)]),
     ):
         turns = traces.turns_of(messages)
-        assert [([r["content"] for r in t.results] or t.content, t.calls) for t in turns] == expected
+        assert [
+            ([r["content"] for r in t.results] or t.content, t.calls) for t in turns
+        ] == expected
 
 
 def test_mooncakes_lengths_prefixes_and_arrivals(tmp_path):
     workload = traces.trace(lines(tmp_path / "trace.jsonl", MOONCAKE), 10)
-    assert [c.arrival_s for c in workload.cases] == [0.0, 0.0, 3.0] and [c.max_tokens for c in workload.cases] == [
+    assert [c.arrival_s for c in workload.cases] == [0.0, 0.0, 3.0] and [
+        c.max_tokens for c in workload.cases
+    ] == [
         500,
         490,
         3,
     ]
     texts = [workload.messages(c, unique="x")[0]["content"] for c in workload.cases]
     counts = [len(text.split()) for text in texts]
-    assert [round(n / 0.75 / 10) for n in counts] == [pytest.approx(n / 10, abs=1) for n in (6758, 7322, 6506)]
+    assert [round(n / 0.75 / 10) for n in counts] == [
+        pytest.approx(n / 10, abs=1) for n in (6758, 7322, 6506)
+    ]
 
     def blocks_alike(a, b):
         pairs = zip(texts[a].split("\n\n"), texts[b].split("\n\n"), strict=False)
@@ -134,20 +168,44 @@ def test_mooncakes_lengths_prefixes_and_arrivals(tmp_path):
 
 
 def test_arrivals_are_those_of_the_trace_scaled(tmp_path):
-    rows = [{"timestamp": 1000 + 400 * i, "input_length": 60, "output_length": 4, "hash_ids": [i]} for i in range(5)]
+    rows = [
+        {"timestamp": 1000 + 400 * i, "input_length": 60, "output_length": 4, "hash_ids": [i]}
+        for i in range(5)
+    ]
     workload = traces.trace(lines(tmp_path / "trace.jsonl", rows), 10)
-    assert arrival_times(Load(0, None, 2.0), [], workload.cases) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
-    with FakeServer(lambda body: words("It is Tokyo.")) as a, FakeServer(lambda body: words("It is Tokyo.")) as b:
+    assert arrival_times(Load(0, None, 2.0), [], workload.cases) == pytest.approx(
+        [0, 0.2, 0.4, 0.6, 0.8]
+    )
+    with (
+        FakeServer(lambda body: words("It is Tokyo.")) as a,
+        FakeServer(lambda body: words("It is Tokyo.")) as b,
+    ):
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
         begun = time.monotonic()
-        bench.run(sides, [workload], tmp_path / "run", warmup=0, runs=1, with_memory=False, trace_speeds=[2.0, 4.0])
-        assert time.monotonic() - begun > 2 * (0.8 + 0.4), "both sides wait for the trace's arrivals"
-        assert {body["max_tokens"] for body in a.bodies[-3:]} == {4} and a.bodies[-1]["ignore_eos"] is True
+        bench.run(
+            sides,
+            [workload],
+            tmp_path / "run",
+            warmup=0,
+            runs=1,
+            with_memory=False,
+            trace_speeds=[2.0, 4.0],
+        )
+        assert time.monotonic() - begun > 2 * (0.8 + 0.4), (
+            "both sides wait for the trace's arrivals"
+        )
+        assert {body["max_tokens"] for body in a.bodies[-3:]} == {4} and a.bodies[-1][
+            "ignore_eos"
+        ] is True
     rows = measured(tmp_path / "run")
-    assert {r.load.level.label for r in rows} == {"@trace-x2", "@trace-x4"} and not any(r.load.alone for r in rows)
+    assert {r.load.level.label for r in rows} == {"@trace-x2", "@trace-x4"} and not any(
+        r.load.alone for r in rows
+    )
     assert len(rows) == 20
     for side in "ab":
-        own = sorted((r for r in rows if r.backend == side and r.load.trace_speed == 2), key=lambda r: r.case)
+        own = sorted(
+            (r for r in rows if r.backend == side and r.load.trace_speed == 2), key=lambda r: r.case
+        )
         assert [r.load.arrival_s for r in own] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
         starts = [r.timings.started_s - own[0].timings.started_s for r in own]
         assert starts == pytest.approx([0, 0.2, 0.4, 0.6, 0.8], abs=0.15)
@@ -157,12 +215,16 @@ def test_arrivals_are_those_of_the_trace_scaled(tmp_path):
 
 def test_a_log_with_times_is_a_trace(tmp_path):
     records = [
-        {"time": f"2026-11-22T10:00:0{s}Z", "messages": CHAT[:n], "tools": [TOOL]} for s, n in ((4, 7), (1, 3), (2, 2))
+        {"time": f"2026-11-22T10:00:0{s}Z", "messages": CHAT[:n], "tools": [TOOL]}
+        for s, n in ((4, 7), (1, 3), (2, 2))
     ]
     workload = traces.trace(lines(tmp_path / "log.jsonl", records), 10)
     assert [c.arrival_s for c in workload.cases] == [0.0, 1.0, 3.0]
     assert [c.messages[-1]["role"] for c in workload.cases] == ["user", "user", "user"]
-    assert workload.cases[0].expect == {"logged": {"calls": ["find"]}} and workload.cases[1].expect == {}
+    assert (
+        workload.cases[0].expect == {"logged": {"calls": ["find"]}}
+        and workload.cases[1].expect == {}
+    )
     assert "sk-proj" not in json.dumps([c.messages for c in workload.cases])
 
 

@@ -70,7 +70,13 @@ def test_optional_flags_are_used_where_the_help_lists_them(claude):
     (claude.folder / "calls.jsonl").unlink()
     claude.script("ok", help="plain")
     claude.make(n=5, force=True)
-    assert claude.calls()[0]["argv"] == ["-p", "--model", "claude-opus-4-6", "--output-format", "json"]
+    assert claude.calls()[0]["argv"] == [
+        "-p",
+        "--model",
+        "claude-opus-4-6",
+        "--output-format",
+        "json",
+    ]
 
 
 def test_an_older_program_is_refused_by_its_help(claude):
@@ -135,7 +141,10 @@ def test_a_missing_login_ends_the_run_at_once(claude):
 
 
 def test_a_rate_limit_is_waited_for_longer_each_time_and_is_not_a_failure(claude):
-    limit = {"do": "error", "text": 'API Error: 429 {"type":"error","error":{"type":"rate_limit_error"}}'}
+    limit = {
+        "do": "error",
+        "text": 'API Error: 429 {"type":"error","error":{"type":"rate_limit_error"}}',
+    }
     claude.script(limit, limit, limit, "ok")
     assert claude.make(n=5).valid == 5
     assert claude.waits == [5.0, 10.0, 20.0]

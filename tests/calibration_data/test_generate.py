@@ -39,7 +39,9 @@ def test_memory_and_web_call_their_tool_with_arguments_as_a_json_string(rows):
 
 def test_multi_turn_has_five_user_turns(rows):
     talks = [r for r in rows if r["category"] == "multi_turn"]
-    assert all([m["role"] for m in r["messages"]] == ["system"] + ["user", "assistant"] * 5 for r in talks)
+    assert all(
+        [m["role"] for m in r["messages"]] == ["system"] + ["user", "assistant"] * 5 for r in talks
+    )
 
 
 def test_rows_record_their_provenance(rows):
@@ -54,7 +56,11 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path, mo
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         generate("annie", n=50, output=tmp_path / name, seed=seed)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+    assert (
+        (tmp_path / "a").read_bytes()
+        == (tmp_path / "b").read_bytes()
+        != (tmp_path / "c").read_bytes()
+    )
 
 
 def test_progress_is_reported_and_ends_at_n():
@@ -100,7 +106,9 @@ def test_broken_rules_are_found(rows):
     assert "expected no tool call" in faults(web | {"category": "greeting"})[0]
     assert "4 user turns" in faults(conversation | {"messages": conversation["messages"][:-2]})[0]
     broken = copy.deepcopy(web)
-    next(m for m in broken["messages"] if m.get("tool_calls"))["tool_calls"][0]["function"]["arguments"] = "{query: x"
+    next(m for m in broken["messages"] if m.get("tool_calls"))["tool_calls"][0]["function"][
+        "arguments"
+    ] = "{query: x"
     assert faults(broken) == ["tool arguments are not a JSON object, or one in a string"]
 
 

@@ -14,7 +14,14 @@ from planted_secrets import HUB, KEY, PASSWORD, where
 from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 from annie_quant.core.text import inert
-from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, read_rows, validate
+from annie_quant.data import (
+    check_apart,
+    check_prompt_hash,
+    generate,
+    load_persona,
+    read_rows,
+    validate,
+)
 from annie_quant.data.init_folder import Sources, initialize
 from annie_quant.data.log_sample import prompt_text
 from annie_quant.data.workloads import personas_of, resolve
@@ -57,15 +64,26 @@ def logged(path, n=200, spoil=True):
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
-    sources = Sources(HOME.system_prompt, [dict(t) for t in HOME.tools], [logged(folder / "log.jsonl")], "Home")
+    sources = Sources(
+        HOME.system_prompt, [dict(t) for t in HOME.tools], [logged(folder / "log.jsonl")], "Home"
+    )
     return initialize(sources, folder / "mine"), folder / "mine"
 
 
 def test_one_call_makes_a_persona_workloads_and_calibration_data(mine):
     result, folder = mine
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "calibration.jsonl", "persona.json", "workloads"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "README.md",
+        "calibration.jsonl",
+        "persona.json",
+        "workloads",
+    ]
     persona = load_persona(folder)
-    assert persona.system_prompt == HOME.system_prompt and len(persona.tools) == 12 and persona.name == "Home"
+    assert (
+        persona.system_prompt == HOME.system_prompt
+        and len(persona.tools) == 12
+        and persona.name == "Home"
+    )
     assert set(result.cases) == {"answers", "calls", "results"} and result.calibration_rows >= 60
     assert all(n > 0 for n in result.cases.values())
 
@@ -94,8 +112,14 @@ def test_a_tool_that_no_log_calls_is_named(tmp_path):
     tools = [*(dict(t) for t in HOME.tools), never]
     log = logged(tmp_path / "log.jsonl", 90, spoil=False)
     lines = initialize(Sources(HOME.system_prompt, tools, [log], "Home"), tmp_path / "mine").lines
-    assert [line for line in lines if "open_ticket" in line and "nothing about" in line and "--fill" in line]
-    lines = initialize(Sources(HOME.system_prompt, tools, [log], "Home", fill=True), tmp_path / "filled").lines
+    assert [
+        line
+        for line in lines
+        if "open_ticket" in line and "nothing about" in line and "--fill" in line
+    ]
+    lines = initialize(
+        Sources(HOME.system_prompt, tools, [log], "Home", fill=True), tmp_path / "filled"
+    ).lines
     assert not any("nothing about" in line for line in lines)
 
 
@@ -103,10 +127,14 @@ HOSTILE = "look_up|x\n## Free tokens\n<script>alert(1)</script>[here](https://ev
 
 
 def test_names_of_a_log_stay_text_in_the_card(tmp_path):
-    tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": HOSTILE, "parameters": {"type": "object", "properties": {}}},
+    }
     log = logged(tmp_path / "log.jsonl", 90, spoil=False)
     initialize(
-        Sources(HOME.system_prompt, [*(dict(t) for t in HOME.tools), tool], [log], "Home|<b>\n# x"), tmp_path / "mine"
+        Sources(HOME.system_prompt, [*(dict(t) for t in HOME.tools), tool], [log], "Home|<b>\n# x"),
+        tmp_path / "mine",
     )
     card = (tmp_path / "mine/README.md").read_text().split("---", 2)[2]
     assert "Free tokens" in card
@@ -125,7 +153,9 @@ def test_calibration_and_gates_never_overlap_and_gates_do_not_repeat(mine):
     _, folder = mine
     rows, workloads = read_rows(folder / "calibration.jsonl"), resolve(folder)
     check_apart(rows, gates=True, persona=load_persona(folder))
-    calibration = {prompt_text(r["messages"][1:][:i]) for r in rows for i in range(1, len(r["messages"]))}
+    calibration = {
+        prompt_text(r["messages"][1:][:i]) for r in rows for i in range(1, len(r["messages"]))
+    }
     prompts = [(w.name, prompt_text(c.messages)) for w in workloads for c in w.cases]
     assert len(set(prompts)) == len(prompts)
     assert not {p for _, p in prompts} & calibration
@@ -150,14 +180,20 @@ def test_cases_replay_the_logged_calls_and_results(mine):
 def test_a_workload_of_the_folder_works_by_itself(mine):
     _, folder = mine
     (workload,) = resolve(workloads=str(folder / "workloads" / "calls.json"))
-    assert workload.system_prompt == HOME.system_prompt and len(workload.tools_for(workload.cases[0])) == 12
+    assert (
+        workload.system_prompt == HOME.system_prompt
+        and len(workload.tools_for(workload.cases[0])) == 12
+    )
     assert personas_of([workload]) == [str(folder)]
 
 
 def test_the_same_logs_give_the_same_bytes(mine, tmp_path):
     _, folder = mine
     log = folder.parent / "log.jsonl"
-    initialize(Sources(HOME.system_prompt, [dict(t) for t in HOME.tools], [log], "Home"), tmp_path / "again")
+    initialize(
+        Sources(HOME.system_prompt, [dict(t) for t in HOME.tools], [log], "Home"),
+        tmp_path / "again",
+    )
     for name in ("workloads/calls.json", "workloads/answers.json", "persona.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
@@ -182,7 +218,10 @@ def test_missing_tools_are_inferred_from_the_calls(tmp_path):
     (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, rows)))
     result = initialize(Sources("Be brief.", None, [tmp_path / "l.jsonl"]), tmp_path / "mine")
     schema = load_persona(tmp_path / "mine").tool("add")["parameters"]
-    assert schema["required"] == ["n"] and schema["properties"] == {"n": {"type": "integer"}, "to": {"type": "string"}}
+    assert schema["required"] == ["n"] and schema["properties"] == {
+        "n": {"type": "integer"},
+        "to": {"type": "string"},
+    }
     assert any("inferred" in line for line in result.lines)
 
 
@@ -197,13 +236,17 @@ def test_a_prompt_and_tools_alone_are_filled_up_by_the_offline_teacher(tmp_path)
 def test_prompts_of_a_persona_without_tools_are_not_from_schemas(tmp_path):
     lines = initialize(Sources("Be brief.", []), tmp_path / "mine").lines
     assert any(
-        line.endswith("gate prompts are made by the offline teacher, without tools (generated_*)") for line in lines
+        line.endswith("gate prompts are made by the offline teacher, without tools (generated_*)")
+        for line in lines
     )
     assert not any("schemas" in line for line in lines)
 
 
 def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_is_named(tmp_path):
-    lines = [json.dumps({"messages": [{"role": "user", "content": f"question {i} of {i * 13}"}]}) for i in range(30)]
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": f"question {i} of {i * 13}"}]})
+        for i in range(30)
+    ]
     (tmp_path / "l.jsonl").write_text("\n".join(lines))
     result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
     assert result.calibration_rows == 0 and result.cases == {"answers": 30}
@@ -211,7 +254,12 @@ def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_i
 
 
 def test_one_answered_conversation_is_a_gate_prompt_and_its_answer_is_counted(tmp_path):
-    chat = {"messages": [{"role": "user", "content": "Are you open?"}, {"role": "assistant", "content": "Until six."}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "Are you open?"},
+            {"role": "assistant", "content": "Until six."},
+        ]
+    }
     (tmp_path / "one.json").write_text(json.dumps(chat))
     result = initialize(Sources("Be brief.", [], [tmp_path / "one.json"]), tmp_path / "mine")
     assert result.calibration_rows == 0 and result.cases == {"answers": 1}
@@ -219,7 +267,9 @@ def test_one_answered_conversation_is_a_gate_prompt_and_its_answer_is_counted(tm
     assert "all conversations with answers are gate prompts" in line
 
 
-def test_text_that_no_file_can_hold_is_replaced_and_numbers_that_json_has_not_are_left_out(tmp_path):
+def test_text_that_no_file_can_hold_is_replaced_and_numbers_that_json_has_not_are_left_out(
+    tmp_path,
+):
     """Half of a surrogate pair, as a log cut inside an emoji has; NaN, as Python's json writes it."""
     chats = [
         '{"messages": [{"role": "user", "content": "half an emoji \\ud83d here"}, {"role": "assistant", "content": "Yes."}]}',
@@ -229,13 +279,19 @@ def test_text_that_no_file_can_hold_is_replaced_and_numbers_that_json_has_not_ar
     (tmp_path / "l.jsonl").write_text("\n".join(chats))
     result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
     assert result.conversations == 1 and any("1 × NaN or infinity" in line for line in result.lines)
-    assert "half an emoji \N{REPLACEMENT CHARACTER} here" in (tmp_path / "mine/workloads/answers.json").read_text()
+    assert (
+        "half an emoji \N{REPLACEMENT CHARACTER} here"
+        in (tmp_path / "mine/workloads/answers.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
 def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, suffix):
     texts = ["What time is it in Lima?", "Who repairs pianos?", "Is the north gate open on Sunday?"]
-    chats = [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": "No."}]} for t in texts]
+    chats = [
+        {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": "No."}]}
+        for t in texts
+    ]
     text = json.dumps(chats) if suffix == "json" else "\r\n".join(map(json.dumps, chats))
     data = b"\xef\xbb\xbf" + text.encode()
     (tmp_path / f"l.{suffix}").write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
@@ -245,14 +301,22 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, suffix
 
 def test_the_prompt_s_byte_order_mark_and_a_repeated_tool_are_dropped(tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfBe brief.\r\nAlways.")
-    tool = {"type": "function", "function": {"name": "t", "description": "half \ud83d", "parameters": {}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "t", "description": "half \ud83d", "parameters": {}},
+    }
     (tmp_path / "t.json").write_text(json.dumps([tool, tool]))
     arguments = ["init", "--prompt", str(tmp_path / "p.txt"), "--tools", str(tmp_path / "t.json")]
     outcome = CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "mine")])
     assert outcome.exit_code == 0, outcome.output
     persona = load_persona(tmp_path / "mine")
-    assert persona.system_prompt == "Be brief.\nAlways." and [t["function"]["name"] for t in persona.tools] == ["t"]
-    other = {"type": "function", "function": {"name": "t", "description": "another", "parameters": {}}}
+    assert persona.system_prompt == "Be brief.\nAlways." and [
+        t["function"]["name"] for t in persona.tools
+    ] == ["t"]
+    other = {
+        "type": "function",
+        "function": {"name": "t", "description": "another", "parameters": {}},
+    }
     (tmp_path / "t.json").write_text(json.dumps([tool, other]))
     outcome = CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "other")])
     assert outcome.exit_code != 0 and "defines the tool t twice" in str(outcome.exception)
@@ -278,13 +342,24 @@ def test_calibration_data_with_a_byte_order_mark_are_read(tmp_path):
 
 
 def test_an_empty_prompt_is_named(tmp_path):
-    assert "the system prompt is empty" in initialize(Sources(" \n", [dict(HOME.tools[0])]), tmp_path / "mine").lines
+    assert (
+        "the system prompt is empty"
+        in initialize(Sources(" \n", [dict(HOME.tools[0])]), tmp_path / "mine").lines
+    )
 
 
 def test_the_command(tmp_path, monkeypatch):
     log = logged(tmp_path / "log.jsonl", 60)
     (tmp_path / "tools.json").write_text(json.dumps(HOME.tools))
-    arguments = ["init", "--prompt", "-", "--tools", str(tmp_path / "tools.json"), "--logs", str(log)]
+    arguments = [
+        "init",
+        "--prompt",
+        "-",
+        "--tools",
+        str(tmp_path / "tools.json"),
+        "--logs",
+        str(log),
+    ]
     arguments += ["--output", str(tmp_path / "mine"), "--json"]
     outcome = CliRunner().invoke(cli, arguments, input=HOME.system_prompt)
     assert outcome.exit_code == 0, outcome.output
@@ -297,7 +372,11 @@ def test_the_command(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "the files are empty"), ("hello\n", "not JSON"), ('{"text": "x"}\n', "no messages in the record")],
+    [
+        ("", "the files are empty"),
+        ("hello\n", "not JSON"),
+        ('{"text": "x"}\n', "no messages in the record"),
+    ],
 )
 def test_a_log_without_conversations_is_an_error_in_one_line(tmp_path, content, words):
     (tmp_path / "l.jsonl").write_text(content)

@@ -23,7 +23,11 @@ TOOL = {
     "function": {
         "name": "find",
         "description": "Find.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string"}},
+            "required": ["q"],
+        },
     },
 }
 USER = {"role": "user", "content": "hi"}
@@ -42,17 +46,25 @@ SHAREGPT = {
     "conversations": [
         {"from": "system", "value": f"Be S. <tools>{json.dumps(TOOL)}</tools>"},
         {"from": "human", "value": "hi"},
-        {"from": "gpt", "value": "<tool_call>\n{'name': 'find', 'arguments': {'q': 'a'}}\n</tool_call>"},
+        {
+            "from": "gpt",
+            "value": "<tool_call>\n{'name': 'find', 'arguments': {'q': 'a'}}\n</tool_call>",
+        },
         {"from": "tool", "value": "<tool_response>\nr\n</tool_response>"},
         {"from": "gpt", "value": "done"},
     ]
 }
 ANTHROPIC = {
     "system": "Be S.",
-    "tools": [{"name": "find", "description": "Find.", "input_schema": TOOL["function"]["parameters"]}],
+    "tools": [
+        {"name": "find", "description": "Find.", "input_schema": TOOL["function"]["parameters"]}
+    ],
     "messages": [
         USER,
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "u", "name": "find", "input": {"q": "a"}}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "u", "name": "find", "input": {"q": "a"}}],
+        },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": "r"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
     ],
@@ -60,7 +72,11 @@ ANTHROPIC = {
 LANGCHAIN = [
     {"type": "system", "content": "Be S."},
     {"type": "human", "content": "hi"},
-    {"type": "ai", "content": "", "tool_calls": [{"name": "find", "args": {"q": "a"}, "id": "c", "type": "tool_call"}]},
+    {
+        "type": "ai",
+        "content": "",
+        "tool_calls": [{"name": "find", "args": {"q": "a"}, "id": "c", "type": "tool_call"}],
+    },
     {"type": "tool", "content": "r", "tool_call_id": "c"},
     {"type": "ai", "content": "done"},
 ]
@@ -99,7 +115,12 @@ def shape(conversation):
     ]
 
 
-EXPECTED = [("user", "hi", []), ("assistant", "", [("find", {"q": "a"})]), ("tool", "r", []), ("assistant", "done", [])]
+EXPECTED = [
+    ("user", "hi", []),
+    ("assistant", "", [("find", {"q": "a"})]),
+    ("tool", "r", []),
+    ("assistant", "done", []),
+]
 
 
 def read(path, problems=None):
@@ -129,7 +150,9 @@ def test_each_form_is_the_same_conversation(record, tools):
     conversation = conversation_of(record)
     assert shape(conversation) == EXPECTED and conversation.system == "Be S."
     assert (conversation.tools == [TOOL]) is tools
-    assert conversation.messages[2]["tool_call_id"] == conversation.messages[1]["tool_calls"][0]["id"]
+    assert (
+        conversation.messages[2]["tool_call_id"] == conversation.messages[1]["tool_calls"][0]["id"]
+    )
 
 
 def test_files_of_each_kind(tmp_path):
@@ -150,11 +173,18 @@ def test_parquet_and_arrow(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="Parquet and Arrow files need pyarrow")
     import pyarrow.parquet
 
-    table = pa.Table.from_pylist([{"messages": [USER, {"role": "assistant", "content": "yes"}], "other": None}])
+    table = pa.Table.from_pylist(
+        [{"messages": [USER, {"role": "assistant", "content": "yes"}], "other": None}]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pa.OSFile(str(tmp_path / "b.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(tmp_path / "b.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-    assert [shape(c) for c in read(tmp_path)] == [[("user", "hi", []), ("assistant", "yes", [])]] * 2
+    assert [shape(c) for c in read(tmp_path)] == [
+        [("user", "hi", []), ("assistant", "yes", [])]
+    ] * 2
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UsageError, match=r"a\.parquet cannot be read"):
         read(tmp_path)
@@ -173,7 +203,11 @@ def test_a_vllm_log_is_parsed_back_from_the_real_chat_template(tmp_path):
     messages = [
         {"role": "system", "content": "Be S."},
         USER,
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": {"q": "a"}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "find", "arguments": {"q": "a"}}}],
+        },
         {"role": "tool", "content": "r"},
     ]
     prompt = rendered().apply_chat_template(
@@ -189,7 +223,12 @@ def test_a_vllm_log_is_parsed_back_from_the_real_chat_template(tmp_path):
     (tmp_path / "v.log").write_text("\n".join(log))
     problems = Problems()
     one, two = read(tmp_path / "v.log", problems)
-    assert shape(one) == EXPECTED and one.system == "Be S." and one.tools == [TOOL] and one.format == "vLLM log"
+    assert (
+        shape(one) == EXPECTED
+        and one.system == "Be S."
+        and one.tools == [TOOL]
+        and one.format == "vLLM log"
+    )
     assert shape(two) == [("user", "hey", [])] and two.thinking and not two.has_answer
     assert not problems.counts
 
@@ -220,7 +259,9 @@ def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = Problems()
     assert len(list(read_logs([tmp_path / "log.jsonl"], problems))) == 1
-    assert list(problems.lines()) == ["1 × longer than 60,000 characters (first: log.jsonl, line 2)"]
+    assert list(problems.lines()) == [
+        "1 × longer than 60,000 characters (first: log.jsonl, line 2)"
+    ]
     assert len(list(read_logs([tmp_path / "log.jsonl"], most_characters=80_000))) == 2
 
 
@@ -247,7 +288,9 @@ def test_what_cannot_be_used_has_a_reason(record, reason):
 
 def test_broken_lines_are_counted_with_the_first_place(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"messages": [\n' + json.dumps(OPENAI).encode() + b"\nplain text\n\xff\xfe{\n")
+    path.write_bytes(
+        b'{"messages": [\n' + json.dumps(OPENAI).encode() + b"\nplain text\n\xff\xfe{\n"
+    )
     problems = Problems()
     assert len(read(path, problems)) == 1
     assert problems.counts["a line that is not JSON"] == 3
@@ -337,7 +380,10 @@ def test_secrets_are_masked(text, secret):
 def test_secrets_in_property_names_are_masked():
     key, other = "sk-proj-abcdefghijklmnop1234", "sk-proj-qrstuvwxyzabcdef5678"
     scanner = Scanner()
-    value = {"arguments": {key: 1, other: {f"x {key}": "y"}}, "tools": [{"properties": {key: {"type": "string"}}}]}
+    value = {
+        "arguments": {key: 1, other: {f"x {key}": "y"}},
+        "tools": [{"properties": {key: {"type": "string"}}}],
+    }
     masked = scanner.masked(value)
     assert key not in json.dumps(masked) and other not in json.dumps(masked)
     assert len(masked["arguments"]) == 2 and scanner.counts["API key"] == 4, "no property is lost"
@@ -353,24 +399,43 @@ def test_personal_data_is_masked_on_request(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "planted-environment-value")
     scanner = Scanner(personal=True, words=["Zebra"])
     messages = [
-        {"role": "user", "content": "My name is Maria Lopez, maria@example.org, +43 660 1234567, 4111 1111 1111 1111."},
+        {
+            "role": "user",
+            "content": "My name is Maria Lopez, maria@example.org, +43 660 1234567, 4111 1111 1111 1111.",
+        },
         {"role": "assistant", "content": "Hello Maria. zebra planted-environment-value"},
     ]
     text = json.dumps(scanner.conversation(messages))
-    for secret in ("Maria", "Lopez", "example.org", "1234567", "4111", "zebra", "planted-environment"):
+    for secret in (
+        "Maria",
+        "Lopez",
+        "example.org",
+        "1234567",
+        "4111",
+        "zebra",
+        "planted-environment",
+    ):
         assert secret not in text
-    assert scanner.conversation([{"role": "user", "content": "Hello, I am fine."}])[0]["content"] == "Hello, I am fine."
+    assert (
+        scanner.conversation([{"role": "user", "content": "Hello, I am fine."}])[0]["content"]
+        == "Hello, I am fine."
+    )
 
 
 def conversation(text, *calls):
     tool_calls = [{"function": {"name": name, "arguments": {}}} for name in calls]
     return Conversation(
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+        [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "", "tool_calls": tool_calls},
+        ]
     )
 
 
 def test_the_pool_is_bounded_keeps_rare_tools_and_does_not_depend_on_the_order():
-    conversations = [conversation(f"talk {i}") for i in range(500)] + [conversation(f"c {i}", "rare") for i in range(5)]
+    conversations = [conversation(f"talk {i}") for i in range(500)] + [
+        conversation(f"c {i}", "rare") for i in range(5)
+    ]
     contents = []
     for seed in (1, 2):
         random.Random(seed).shuffle(conversations)
@@ -383,7 +448,9 @@ def test_the_pool_is_bounded_keeps_rare_tools_and_does_not_depend_on_the_order()
 
 
 def test_the_beginning_of_another_conversation_is_left_out():
-    long = Conversation([USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}])
+    long = Conversation(
+        [USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    )
     short, other = Conversation(long.messages[:2]), conversation("else")
     assert [c for _, c in without_prefixes([("", short), ("", long), ("", other)])] == [long, other]
 
@@ -396,10 +463,19 @@ def test_json_that_is_nested_too_deeply_is_left_out(tmp_path):
         {"role": "assistant", "content": f"<tool_call>{deep}</tool_call>"},
         {"role": "assistant", "content": "yes"},
     ]
-    lines = [json.dumps({"messages": [{"role": "user", "content": "?"}, answer]}) for answer in answers]
-    lines += [json.dumps({"messages": deep}), json.dumps({"conversations": deep}), f'{{"messages": {deep}']
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": "?"}, answer]}) for answer in answers
+    ]
+    lines += [
+        json.dumps({"messages": deep}),
+        json.dumps({"conversations": deep}),
+        f'{{"messages": {deep}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.json").write_text(deep)
     problems = Problems()
-    texts = [c.messages[-1]["content"] for c in read_logs([tmp_path / "a.jsonl", tmp_path / "b.json"], problems)]
+    texts = [
+        c.messages[-1]["content"]
+        for c in read_logs([tmp_path / "a.jsonl", tmp_path / "b.json"], problems)
+    ]
     assert "yes" in texts and problems.lines()

@@ -24,17 +24,23 @@ class Endpoint(BaseHTTPRequestHandler):
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(json.dumps({"error": {"message": f"no: {self.headers['Authorization']}"}}).encode())
+            self.wfile.write(
+                json.dumps({"error": {"message": f"no: {self.headers['Authorization']}"}}).encode()
+            )
             return
         number = len(self.server.requests)
         turns = 5 if "exactly 5 turns" in body["messages"][0]["content"] else 1
         talk = [
-            {"user": f"Please describe part{t} of w{number}x", "assistant": "Gladly, it is fine."} for t in range(turns)
+            {"user": f"Please describe part{t} of w{number}x", "assistant": "Gladly, it is fine."}
+            for t in range(turns)
         ]
         prompt = body["messages"][0]["content"]
         for tool in ("search_memory", "web_search"):
             if f"calls {tool}" in prompt:
-                talk[0] |= {"call": {"name": tool, "arguments": {"query": f"w{number}x"}}, "result": "It is found."}
+                talk[0] |= {
+                    "call": {"name": tool, "arguments": {"query": f"w{number}x"}},
+                    "result": "It is found.",
+                }
         text = json.dumps({"conversations": [{"turns": talk}]})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -73,9 +79,14 @@ def test_conversations_are_made_and_the_key_is_stored_nowhere(endpoint, tmp_path
     out = tmp_path / "d.jsonl"
     summary = make(endpoint, out)
     assert summary.valid == 5 and summary.with_tools == 2 and summary.tokens == 5 * 400
-    assert endpoint.requests[0][0] == "/v1/chat/completions" and endpoint.requests[0][1] == f"Bearer {KEY}"
+    assert (
+        endpoint.requests[0][0] == "/v1/chat/completions"
+        and endpoint.requests[0][1] == f"Bearer {KEY}"
+    )
     assert not any(KEY in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
-    assert {json.loads(line)["provenance"]["model"] for line in out.read_text().splitlines()} == {"some-model"}
+    assert {json.loads(line)["provenance"]["model"] for line in out.read_text().splitlines()} == {
+        "some-model"
+    }
 
 
 def test_a_limit_is_waited_for_as_long_as_it_requests(endpoint, tmp_path):

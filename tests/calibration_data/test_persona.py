@@ -21,7 +21,10 @@ def test_annie_has_both_tools_and_a_prompt_that_forbids_markdown():
 
 
 def test_hash_is_of_the_file_itself():
-    assert load_persona("annie").sha256 == hashlib.sha256((FOLDER / "annie.json").read_bytes()).hexdigest()
+    assert (
+        load_persona("annie").sha256
+        == hashlib.sha256((FOLDER / "annie.json").read_bytes()).hexdigest()
+    )
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -31,7 +34,10 @@ def test_a_changed_file_is_read_again(tmp_path):
     before = load_persona(path)
     path.write_text(json.dumps(data | {"system_prompt": "Speak like a pirate, and at length."}))
     after = load_persona(path)
-    assert after.system_prompt.startswith("Speak like a pirate") and after.prompt_sha256 != before.prompt_sha256
+    assert (
+        after.system_prompt.startswith("Speak like a pirate")
+        and after.prompt_sha256 != before.prompt_sha256
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from fake_server import FakeServer, Script, words
 from planted_secrets import HUB, KEY, PASSWORD, where
 from record_server import RawServer, Running, body_of, chat, completion, raw_call, response
 
-aiohttp = pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip install annie-quant[record]")
+aiohttp = pytest.importorskip(
+    "aiohttp", reason="the proxy needs aiohttp: pip install annie-quant[record]"
+)
 
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
@@ -36,7 +38,11 @@ TOOLS = [
         "function": {
             "name": "set_light",
             "description": "Switch a light",
-            "parameters": {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"room": {"type": "string"}},
+                "required": ["room"],
+            },
         },
     }
 ]
@@ -66,7 +72,10 @@ def test_a_stream_passes_byte_for_byte_and_as_it_comes(tmp_path):
         host, port = proxied.url.removeprefix("http://").split(":")
         data = json.dumps(body_of("Light in the hall", tools=TOOLS, stream=True)).encode()
         with socket.create_connection((host, int(port)), timeout=10) as client:
-            client.sendall(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            client.sendall(
+                b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(data)
+                + data
+            )
             received = b""
             while STREAM[:77] not in received:
                 received += client.recv(65536)
@@ -78,7 +87,10 @@ def test_a_stream_passes_byte_for_byte_and_as_it_comes(tmp_path):
     assert stream == STREAM and b"X-Own: 1" in head
     (line,) = proxied.lines
     assert line["messages"][2]["content"] == "Grüße" and line["tools"] == TOOLS
-    assert line["messages"][2]["tool_calls"][0]["function"] == {"name": "set_light", "arguments": '{"room": "hall"}'}
+    assert line["messages"][2]["tool_calls"][0]["function"] == {
+        "name": "set_light",
+        "arguments": '{"room": "hall"}',
+    }
     assert line["finish_reason"] == "tool_calls"
 
 
@@ -102,7 +114,11 @@ def test_a_body_passes_byte_for_byte_in_its_coding(tmp_path, coding):
         second = chat(proxied.url, body_of("Light again"))
     assert body == packed and head.count(b"Set-Cookie") == 2 and second.endswith(packed)
     sent = server.requests[0][0]
-    assert b"POST /v1/chat/completions HTTP" in sent and b"Accept-Encoding: gzip;q=1\r\n" in sent and b"c=3" in sent
+    assert (
+        b"POST /v1/chat/completions HTTP" in sent
+        and b"Accept-Encoding: gzip;q=1\r\n" in sent
+        and b"c=3" in sent
+    )
     assert b"ookie" not in server.requests[1][0]  # one client's cookies are not sent for another
     assert [line["messages"][-1]["content"] for line in proxied.lines] == ["It is on."] * 2
     assert proxied.lines[0]["messages"][-1]["reasoning_content"] == "The user needs light."
@@ -113,24 +129,36 @@ def test_everything_else_passes_too_and_is_not_recorded(tmp_path):
         method, path = head.split(b" ")[:2]
         if path == b"/v1/missing":
             return [response(b'{"error": "no"}', status="404 Not Here")]
-        return [response(method + b" " + path + b" " + body)] if method != b"HEAD" else [response(b"")]
+        return (
+            [response(method + b" " + path + b" " + body)] if method != b"HEAD" else [response(b"")]
+        )
 
     with RawServer(answer) as server, Running(server.url, tmp_path / "r.jsonl") as proxied:
         close = b"Host: x\r\nConnection: close\r\n"
-        assert raw_call(proxied.url, b"GET /v1/models?a=%2F+b HTTP/1.1\r\n" + close + b"\r\n").endswith(
-            b"\r\n\r\nGET /v1/models?a=%2F+b "
+        assert raw_call(
+            proxied.url, b"GET /v1/models?a=%2F+b HTTP/1.1\r\n" + close + b"\r\n"
+        ).endswith(b"\r\n\r\nGET /v1/models?a=%2F+b ")
+        chunked = (
+            b"PUT /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+            + close
+            + b"\r\n3\r\nabc\r\n0\r\n\r\n"
         )
-        chunked = b"PUT /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + close + b"\r\n3\r\nabc\r\n0\r\n\r\n"
         assert b"PUT /x" in raw_call(proxied.url, chunked)
-        assert b"HTTP/1.1 200" in raw_call(proxied.url, b"HEAD /v1/models HTTP/1.1\r\n" + close + b"\r\n")
+        assert b"HTTP/1.1 200" in raw_call(
+            proxied.url, b"HEAD /v1/models HTTP/1.1\r\n" + close + b"\r\n"
+        )
         missing = raw_call(proxied.url, b"GET /v1/missing HTTP/1.1\r\n" + close + b"\r\n")
         assert missing.startswith(b"HTTP/1.1 404 Not Here") and missing.endswith(b'{"error": "no"}')
         # an address of another host in the request line is not followed
         assert (
             b"400"
-            in raw_call(proxied.url, b"GET http://127.0.0.1:1/x HTTP/1.1\r\n" + close + b"\r\n").split(b"\r\n")[0]
+            in raw_call(
+                proxied.url, b"GET http://127.0.0.1:1/x HTTP/1.1\r\n" + close + b"\r\n"
+            ).split(b"\r\n")[0]
         )
-        assert b"//evil.example/x" in raw_call(proxied.url, b"GET //evil.example/x HTTP/1.1\r\n" + close + b"\r\n")
+        assert b"//evil.example/x" in raw_call(
+            proxied.url, b"GET //evil.example/x HTTP/1.1\r\n" + close + b"\r\n"
+        )
     assert proxied.lines == [] and proxied.result.requests >= 5
 
 
@@ -138,7 +166,9 @@ def test_secrets_are_never_written(tmp_path, capfd):
     name = "Friederike Vogelsang"
     echo = f"Your key is {KEY} and {KEY[::-1]}, {PASSWORD}; {HUB}. Bye Friederike."
     arguments = json.dumps({"room": "hall", "password": PASSWORD})
-    calls = [{"id": "1", "type": "function", "function": {"name": "set_light", "arguments": arguments}}]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "set_light", "arguments": arguments}}
+    ]
     user = f"My name is {name}, friederike@example.org; key {KEY}, my password is {PASSWORD}"
     text = completion(echo, tool_calls=calls)
     with (
@@ -159,7 +189,9 @@ def test_secrets_are_never_written(tmp_path, capfd):
     assert len(proxied.lines) == 1 and "set_light" in stored
     assert where(tmp_path, *capfd.readouterr()) == []
     assert KEY[::-1] not in stored and KEY[::-1][:20] not in stored
-    assert not any(word in stored for word in ("Friederike", "Vogelsang", "friederike@", "Vogelnest"))
+    assert not any(
+        word in stored for word in ("Friederike", "Vogelsang", "friederike@", "Vogelnest")
+    )
     assert sum(proxied.result.masked.values()) >= 6
     assert stat.S_IMODE(proxied.settings.output.stat().st_mode) == 0o600
 
@@ -168,7 +200,11 @@ def test_a_redirect_is_passed_back_and_not_followed(tmp_path):
     with (
         RawServer(lambda head, body: [response(completion())]) as other,
         RawServer(
-            lambda head, body: [response(b"", status="307 T", extra=f"Location: {other.url}/v1/chat/completions\r\n")]
+            lambda head, body: [
+                response(
+                    b"", status="307 T", extra=f"Location: {other.url}/v1/chat/completions\r\n"
+                )
+            ]
         ) as server,
         Running(server.url, tmp_path / "r.jsonl") as proxied,
     ):
@@ -186,11 +222,15 @@ def test_the_environments_proxy_gets_nothing(tmp_path, monkeypatch):
             RawServer(lambda head, body: [response(completion())]) as server,
             Running(server.url, tmp_path / "r.jsonl") as proxied,
         ):
-            assert b"Hello there." in chat(proxied.url, body_of("Hi"), f"Authorization: Bearer {KEY}\r\n")
+            assert b"Hello there." in chat(
+                proxied.url, body_of("Hi"), f"Authorization: Bearer {KEY}\r\n"
+            )
         assert other.requests == []
 
 
-EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT_STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 HALF = b'data: {"choices":[{"delta":{"content":"half"}}]}\n\n'
 CHUNK = b"%x\r\n%b\r\n" % (len(HALF), HALF)
 
@@ -202,21 +242,32 @@ CHUNK = b"%x\r\n%b\r\n" % (len(HALF), HALF)
         ([EVENT_STREAM, CHUNK, 0.3, b"zz\r\n"], "ended it early"),
         ([response(STREAM[:60], "text/event-stream")], "broken"),
         ([response(HALF, "text/event-stream")], "does not end"),
-        ([response(b'data: {"error": {"message": "out of memory"}}\n\n', "text/event-stream")], "broken"),
+        (
+            [response(b'data: {"error": {"message": "out of memory"}}\n\n', "text/event-stream")],
+            "broken",
+        ),
         ([response(b"\xff\xfe[1")], "not a chat completion"),
         ([response(b'{"choices": "x"}')], "not a chat completion"),
-        ([response(gzip.compress(b"0" * (17 << 20)), extra="Content-Encoding: gzip\r\n")], "more than 16 MB"),
+        (
+            [response(gzip.compress(b"0" * (17 << 20)), extra="Content-Encoding: gzip\r\n")],
+            "more than 16 MB",
+        ),
         ([response(b"abc", extra="Content-Encoding: gzip\r\n")], "decompressed"),
         ([response(b"abc", extra="Content-Encoding: br\r\n")], "coding"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{}"], "ended it early"),
     ],
 )
 def test_a_hostile_answer_is_passed_on_and_its_prompt_kept(tmp_path, pieces, reason):
-    with RawServer(lambda head, body: pieces) as server, Running(server.url, tmp_path / "r.jsonl") as proxied:
+    with (
+        RawServer(lambda head, body: pieces) as server,
+        Running(server.url, tmp_path / "r.jsonl") as proxied,
+    ):
         answer = chat(proxied.url, body_of("Hi"))
     assert answer.startswith(b"HTTP/1.1 200")
     if "early" in reason:  # the client sees that the answer is not complete
-        assert not answer.endswith(b"0\r\n\r\n") and (b"Content-Length: 50" in answer or b"half" in answer)
+        assert not answer.endswith(b"0\r\n\r\n") and (
+            b"Content-Length: 50" in answer or b"half" in answer
+        )
     (line,) = proxied.lines
     assert [m["role"] for m in line["messages"]] == ["system", "user"]
     assert reason in next(iter(proxied.result.left_out))
@@ -224,11 +275,18 @@ def test_a_hostile_answer_is_passed_on_and_its_prompt_kept(tmp_path, pieces, rea
 
 @pytest.mark.parametrize(
     "pieces",
-    [[None], [b"no HTTP at all\r\n\r\n"], [b"HTTP/1.1 200 OK\r\nA: " + b"b" * (1 << 20) + b"\r\n\r\n"]],
+    [
+        [None],
+        [b"no HTTP at all\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nA: " + b"b" * (1 << 20) + b"\r\n\r\n"],
+    ],
     ids=["reset", "not HTTP", "1 MB header"],
 )
 def test_a_server_that_is_not_one_is_an_error_page(tmp_path, pieces):
-    with RawServer(lambda head, body: pieces) as server, Running(server.url, tmp_path / "r.jsonl") as proxied:
+    with (
+        RawServer(lambda head, body: pieces) as server,
+        Running(server.url, tmp_path / "r.jsonl") as proxied,
+    ):
         answer = chat(proxied.url, body_of("Hi"))
     assert answer.startswith(b"HTTP/1.1 502") and b"error" in answer and proxied.lines == []
 
@@ -250,18 +308,25 @@ def test_an_endless_stream_uses_bounded_memory_and_ends_with_its_client(tmp_path
         data = json.dumps(body_of("Hi")).encode()
         with socket.create_connection((host, int(port)), timeout=10) as client:
             client.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                % len(data)
+                + data
             )
             received = 0
             while received < 40 << 20:
                 received += len(client.recv(1 << 20))
-                assert proxied.recorder._held.now <= recorded_chat.MAX_ANSWER_BYTES + recorded_chat.MAX_REQUEST_BYTES
+                assert (
+                    proxied.recorder._held.now
+                    <= recorded_chat.MAX_ANSWER_BYTES + recorded_chat.MAX_REQUEST_BYTES
+                )
         assert ended.wait(10)  # the server is not left generating for nobody
         deadline = time.monotonic() + 10
         while proxied.recorder.result.lines < 1 and time.monotonic() < deadline:
             time.sleep(0.02)
     assert proxied.result.lines == 1 and proxied.recorder._held.now == 0
-    assert any("more than 16 MB" in reason or "client left" in reason for reason in proxied.result.left_out)
+    assert any(
+        "more than 16 MB" in reason or "client left" in reason for reason in proxied.result.left_out
+    )
 
 
 def test_a_huge_request_passes_and_is_not_recorded(tmp_path):
@@ -275,7 +340,9 @@ def test_a_huge_request_passes_and_is_not_recorded(tmp_path):
         assert str(len(json.dumps(body_of("Hi")))).encode() in chat(proxied.url, body_of("Hi"))
     # A long conversation is recorded, for `bench --replay`; `init` leaves it out when it reads.
     assert [len(line["messages"][1]["content"]) for line in proxied.lines] == [70_000, 2]
-    assert [r for r in proxied.result.left_out if "more than 8 MB" in r] == list(proxied.result.left_out)
+    assert [r for r in proxied.result.left_out if "more than 8 MB" in r] == list(
+        proxied.result.left_out
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,10 +373,14 @@ def test_32_streams_at_once_each_get_their_own_answer(tmp_path):
 
     def answer(body):
         number = body["messages"][-1]["content"].split()[-1]
-        return words(f"This is the answer to the question number {number} of all", gap_s=0.01, first_s=0.2)
+        return words(
+            f"This is the answer to the question number {number} of all", gap_s=0.01, first_s=0.2
+        )
 
     async def ask(session, url, i):
-        async with session.post(f"{url}/v1/chat/completions", json=body_of(f"question {i}", stream=True)) as got:
+        async with session.post(
+            f"{url}/v1/chat/completions", json=body_of(f"question {i}", stream=True)
+        ) as got:
             return await got.read()
 
     async def ask_all(url):
@@ -321,13 +392,20 @@ def test_32_streams_at_once_each_get_their_own_answer(tmp_path):
         assert server.most_in_flight == n
         direct = asyncio.run(ask_all(server.url))
     assert through == direct
-    answers = {line["messages"][1]["content"]: line["messages"][2]["content"] for line in proxied.lines}
-    assert answers == {f"question {i}": f"This is the answer to the question number {i} of all" for i in range(n)}
+    answers = {
+        line["messages"][1]["content"]: line["messages"][2]["content"] for line in proxied.lines
+    }
+    assert answers == {
+        f"question {i}": f"This is the answer to the question number {i} of all" for i in range(n)
+    }
 
 
 def test_more_clients_than_the_limit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(proxy, "MAX_CLIENTS", 0)
-    with RawServer(lambda head, body: []) as server, Running(server.url, tmp_path / "r.jsonl") as proxied:
+    with (
+        RawServer(lambda head, body: []) as server,
+        Running(server.url, tmp_path / "r.jsonl") as proxied,
+    ):
         assert chat(proxied.url, body_of("Hi")).startswith(b"HTTP/1.1 503")
 
 
@@ -367,7 +445,9 @@ def test_a_file_that_a_kill_cut_short_is_continued(tmp_path):
     ],
 )
 def test_addresses_that_cannot_be_used(tmp_path, url):
-    outcome = CliRunner().invoke(cli, ["record", "--upstream", url, "--output", str(tmp_path / "r.jsonl")])
+    outcome = CliRunner().invoke(
+        cli, ["record", "--upstream", url, "--output", str(tmp_path / "r.jsonl")]
+    )
     assert isinstance(outcome.exception, UsageError) and "p@" not in str(outcome.exception)
     assert not (tmp_path / "r.jsonl").exists()
 
@@ -387,7 +467,17 @@ def test_from_recorded_traffic_to_workloads(tmp_path, number):
         )
 
     with FakeServer(answer) as server:
-        command = [sys.executable, "-m", "annie_quant", "record", "--upstream", server.url, "--port", "0", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "annie_quant",
+            "record",
+            "--upstream",
+            server.url,
+            "--port",
+            "0",
+            "--json",
+        ]
         process = subprocess.Popen(
             [*command, "--output", str(tmp_path / "r.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ,
@@ -400,8 +490,15 @@ def test_from_recorded_traffic_to_workloads(tmp_path, number):
             url = next(word for word in note.split() if word.startswith("http")).removesuffix("/v1")
             for i in range(12):
                 chat(url, body_of(f"Light in the room{i}", tools=TOOLS, stream=bool(i % 2)))
-                chat(url, body_of(f"What do you know about the number {i * 977}", tools=TOOLS, stream=True))
-            in_flight = threading.Thread(target=chat, args=(url, body_of("slow one", tools=TOOLS, stream=True)))
+                chat(
+                    url,
+                    body_of(
+                        f"What do you know about the number {i * 977}", tools=TOOLS, stream=True
+                    ),
+                )
+            in_flight = threading.Thread(
+                target=chat, args=(url, body_of("slow one", tools=TOOLS, stream=True))
+            )
             in_flight.start()
             time.sleep(0.3)
             process.send_signal(number)
@@ -413,14 +510,20 @@ def test_from_recorded_traffic_to_workloads(tmp_path, number):
     result = json.loads(out)
     assert result["lines"] == result["with_answer"] == 25
     conversations = list(read_logs([tmp_path / "r.jsonl"]))
-    assert len(conversations) == 25 and all(c.has_answer and c.system == "Be brief." for c in conversations)
+    assert len(conversations) == 25 and all(
+        c.has_answer and c.system == "Be brief." for c in conversations
+    )
     assert (
         CliRunner()
-        .invoke(cli, ["init", "--logs", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "mine")])
+        .invoke(
+            cli, ["init", "--logs", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "mine")]
+        )
         .exit_code
         == 0
     )
-    stored = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "mine" / "workloads").glob("*.json")}
+    stored = {
+        p.stem: json.loads(p.read_text()) for p in (tmp_path / "mine" / "workloads").glob("*.json")
+    }
     assert set(stored) == {"calls", "answers"} and len(stored["calls"]["cases"]) >= 5
     persona = json.loads((tmp_path / "mine" / "persona.json").read_text())
     assert persona["system_prompt"] == "Be brief." and persona["tools"] == TOOLS

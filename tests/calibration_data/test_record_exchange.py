@@ -28,7 +28,10 @@ REQUEST = {
         {"role": "tool", "tool_call_id": "1", "content": "done"},
     ],
     "tools": [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {KEY: {}}}}}
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {KEY: {}}}},
+        }
     ],
 }
 MESSAGE = {"role": "assistant", "content": f"On. {KEY}", "reasoning": "hm"}
@@ -40,13 +43,19 @@ CHUNKS = [
         "choices": [
             {
                 "index": 0,
-                "delta": {"tool_calls": [{"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}]},
+                "delta": {
+                    "tool_calls": [
+                        {"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}
+                    ]
+                },
             }
         ]
     },
     {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
 ]
-STREAM = b"".join(b"data: " + json.dumps(c).encode() + b"\n\n" for c in CHUNKS) + b"data: [DONE]\n\n"
+STREAM = (
+    b"".join(b"data: " + json.dumps(c).encode() + b"\n\n" for c in CHUNKS) + b"data: [DONE]\n\n"
+)
 PIECES = [
     b"null",
     b"[]",
@@ -66,7 +75,9 @@ PIECES = [
 
 
 def line(request, answer, is_stream):
-    exchange = CopiedExchange(request, answer, is_stream, "", "2026-11-22T10:00:00", Redactor([KEY.encode()]))
+    exchange = CopiedExchange(
+        request, answer, is_stream, "", "2026-11-22T10:00:00", Redactor([KEY.encode()])
+    )
     return line_of(exchange, Scanner(True, ("Bob",)))
 
 
@@ -80,7 +91,9 @@ def mutated(rng, data):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_whole_exchange_is_a_line_that_init_reads(tmp_path, is_stream):
-    result = line(json.dumps(REQUEST).encode(), STREAM if is_stream else json.dumps(BODY).encode(), is_stream)
+    result = line(
+        json.dumps(REQUEST).encode(), STREAM if is_stream else json.dumps(BODY).encode(), is_stream
+    )
     assert (
         result.has_answer
         and not result.fault
@@ -90,7 +103,10 @@ def test_the_whole_exchange_is_a_line_that_init_reads(tmp_path, is_stream):
     (tmp_path / "r.jsonl").write_bytes(result.data + b"\n")
     (conversation,) = read_logs([tmp_path / "r.jsonl"])
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
-    assert conversation.calls == (["f", "f"] if is_stream else ["f"]) and conversation.thinking is not is_stream
+    assert (
+        conversation.calls == (["f", "f"] if is_stream else ["f"])
+        and conversation.thinking is not is_stream
+    )
 
 
 SPREAD = {
@@ -113,7 +129,16 @@ SPREAD = {
 
 def reduced(text: str) -> str:
     """Return what a reader would join: without blanks, punctuation of JSON, and names of fields."""
-    for word in ("reasoning_content", "content", "tool_calls", "arguments", "function", "name", "role", "assistant"):
+    for word in (
+        "reasoning_content",
+        "content",
+        "tool_calls",
+        "arguments",
+        "function",
+        "name",
+        "role",
+        "assistant",
+    ):
         text = text.replace(word, "")
     text = re.sub(r"%([0-9a-fA-F]{2})", lambda m: chr(int(m[1], 16)), text)
     return re.sub(r"[^A-Za-z0-9_-]|\\u200b|\\n", "", text).lower()
@@ -123,12 +148,18 @@ def reduced(text: str) -> str:
 @pytest.mark.parametrize("form", SPREAD)
 def test_a_key_in_several_texts_or_spaced_is_masked(form, is_stream):
     message = SPREAD[form]
-    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    answer = json.dumps(
+        {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    ).encode()
     if is_stream:
-        deltas = [{k: v if k != "tool_calls" else [{"index": 0, **v[0]}]} for k, v in message.items()]
+        deltas = [
+            {k: v if k != "tool_calls" else [{"index": 0, **v[0]}]} for k, v in message.items()
+        ]
         pieces = [{"choices": [{"index": 0, "delta": d}]} for d in deltas]
         pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        answer = b"".join(b"data: %b\n\n" % json.dumps(p).encode() for p in pieces) + b"data: [DONE]\n\n"
+        answer = (
+            b"".join(b"data: %b\n\n" % json.dumps(p).encode() for p in pieces) + b"data: [DONE]\n\n"
+        )
     result = line(json.dumps(REQUEST).encode(), answer, is_stream)
     assert result.has_answer
     stored = reduced(result.data.decode())

@@ -20,7 +20,10 @@ def slow_client(url, after_head=b"{"):
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
     if after_head is not None:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + after_head)
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            + after_head
+        )
     else:
         connection.sendall(b"POST /v1/chat")
     return connection
@@ -75,8 +78,9 @@ def test_a_request_that_does_not_come_ends_in_time(tmp_path, monkeypatch, after_
 def test_a_body_that_drips_ends_in_time_and_a_slow_upload_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(proxy, "BODY_S", 0.5)
     data = json.dumps(body_of("x" * 40_000)).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
-        data
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
     )
     with (
         RawServer(lambda head, body: [response(completion())]) as server,

@@ -8,7 +8,14 @@ import json
 import pytest
 
 from annie_quant.core.errors import UsageError
-from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, teachers, validate
+from annie_quant.data import (
+    check_apart,
+    check_prompt_hash,
+    generate,
+    load_persona,
+    teachers,
+    validate,
+)
 from annie_quant.data.rows import MAX_ANSWER, DuplicateFinder, faults, gate_texts
 from annie_quant.documents.persona import FOLDER
 from annie_quant.judge import load_workloads
@@ -24,7 +31,10 @@ OWN = {
                 "description": "Start a kitchen timer.",
                 "parameters": {
                     "type": "object",
-                    "properties": {"minutes": {"type": "integer", "minimum": 1}, "label": {"type": "string"}},
+                    "properties": {
+                        "minutes": {"type": "integer", "minimum": 1},
+                        "label": {"type": "string"},
+                    },
                     "required": ["minutes"],
                     "additionalProperties": False,
                 },
@@ -76,23 +86,39 @@ def test_a_persona_of_ones_own_has_categories_from_its_tools(bruno):
         ("multi_turn", None, 5),
     ]
     prompt = teachers.prompt_for(bruno, bruno.category("set_timer"), 3, ["Two eggs"])
-    for part in ("Bruno", "Never guess a baking time.", "what are we cooking", "set_timer", '"minutes"', "Two eggs"):
+    for part in (
+        "Bruno",
+        "Never guess a baking time.",
+        "what are we cooking",
+        "set_timer",
+        '"minutes"',
+        "Two eggs",
+    ):
         assert part in prompt
     assert "Annie" not in prompt and "search_memory" not in prompt
 
 
 def test_arguments_must_fit_the_tools_schema(bruno):
     assert faults(timer_row(bruno, {"minutes": 7}), bruno) == []
-    assert "'seven' is not of type 'integer'" in faults(timer_row(bruno, {"minutes": "seven"}), bruno)[0]
+    assert (
+        "'seven' is not of type 'integer'"
+        in faults(timer_row(bruno, {"minutes": "seven"}), bruno)[0]
+    )
     assert "'minutes' is a required property" in faults(timer_row(bruno, {}), bruno)[0]
-    assert "Additional properties" in faults(timer_row(bruno, {"minutes": 1, "colour": "red"}), bruno)[0]
+    assert (
+        "Additional properties"
+        in faults(timer_row(bruno, {"minutes": 1, "colour": "red"}), bruno)[0]
+    )
     assert "not offered" in faults(timer_row(bruno, {"minutes": 1}, name="open_door"), bruno)[0]
 
 
 def test_a_persona_may_define_categories_and_invalid_ones_are_named(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(
-        json.dumps(OWN | {"categories": [{"name": "timers", "tool": "set_timer", "turns": 2, "about": "eggs"}]})
+        json.dumps(
+            OWN
+            | {"categories": [{"name": "timers", "tool": "set_timer", "turns": 2, "about": "eggs"}]}
+        )
     )
     assert load_persona(path).categories[0].turns == 2
     for categories, expected in (
@@ -169,7 +195,9 @@ def test_the_offline_splits_do_not_overlap_and_a_gate_prompt_in_the_data_is_refu
 
 def test_rows_that_repeat_another_file_are_dropped(tmp_path):
     generate("annie", n=50, output=tmp_path / "a.jsonl")
-    summary = generate("annie", n=50, output=tmp_path / "b.jsonl", apart_from=[tmp_path / "a.jsonl"])
+    summary = generate(
+        "annie", n=50, output=tmp_path / "b.jsonl", apart_from=[tmp_path / "a.jsonl"]
+    )
     check_apart(tmp_path / "b.jsonl", tmp_path / "a.jsonl")
     assert summary.dropped["it repeats a prompt of another split"] > 0
 

@@ -33,7 +33,9 @@ def gate_texts():
     return {text for workload in load_workloads() for text in user_texts(workload)}
 
 
-@pytest.mark.parametrize("topics", [exchanges.MY_TOPICS, exchanges.WEB_TOPICS, exchanges.WORDS.causes])
+@pytest.mark.parametrize(
+    "topics", [exchanges.MY_TOPICS, exchanges.WEB_TOPICS, exchanges.WORDS.causes]
+)
 def test_topics_are_apart(topics):
     for a, b in PAIRS:
         assert not set(topics[a]) & set(topics[b])
@@ -61,7 +63,10 @@ def test_templates_are_apart():
 @pytest.mark.parametrize("category", list(exchanges.CATEGORIES))
 def test_user_texts_of_the_splits_are_apart(category):
     rng = random.Random(1)
-    texts = {split: {exchanges.draw(category, rng, split).user for _ in range(3000)} for split in exchanges.SPLITS}
+    texts = {
+        split: {exchanges.draw(category, rng, split).user for _ in range(3000)}
+        for split in exchanges.SPLITS
+    }
     for a, b in PAIRS:
         assert not texts[a] & texts[b]
 
@@ -118,4 +123,6 @@ def test_the_workload_files_equal_the_output_of_their_script(monkeypatch):
         stored = json.loads((workloads.FOLDER / f"{workload['name']}.json").read_text())
         assert stored == json.loads(json.dumps(workload)), workload["name"]
     with pytest.raises(ValueError, match="few: 1 different prompts in 400 draws, expected 2"):
-        workloads.distinct(lambda rng: Exchange("greeting", "always this", "x", "", "", ""), 2, "few")
+        workloads.distinct(
+            lambda rng: Exchange("greeting", "always this", "x", "", "", ""), 2, "few"
+        )

@@ -65,7 +65,9 @@ def test_each_fault_is_reported(sound, tmp_path, fault):
     assert code in {f.code for f in audit.findings}, audit.findings
     if tensor:
         assert tensor in {f.tensor for f in audit.findings if f.code == code}, audit.findings
-    assert not audit.ok and all("\n" not in f.message and len(f.message) < 400 for f in audit.findings)
+    assert not audit.ok and all(
+        "\n" not in f.message and len(f.message) < 400 for f in audit.findings
+    )
     assert {f.code for f in audit.findings} <= {code, *CONSEQUENCES.get(fault, ())}, audit.findings
     json.dumps(audit.to_dict())
 
@@ -114,7 +116,9 @@ def test_a_multiplier_instead_of_a_divisor_is_reported(sound, tmp_path):
     folder = zoo.spoil(
         sound["ct"],
         tmp_path / "bad",
-        lambda t, c: scale(t, f"{DOWN}.weight_global_scale", 1 / float(t[f"{DOWN}.weight_global_scale"][0])),
+        lambda t, c: scale(
+            t, f"{DOWN}.weight_global_scale", 1 / float(t[f"{DOWN}.weight_global_scale"][0])
+        ),
     )
     assert "tensor_scale_inverted" in {f.code for f in aq.checkpoint.audit(folder).findings}
 
@@ -136,7 +140,9 @@ def test_a_right_fold_has_no_finding_and_a_wrong_one_names_its_norm(sound, tmp_p
 
 def test_a_linear_that_was_left_out_of_a_fold_is_reported(sound, tmp_path):
     change, norm = folded(sound["bf16"], True, only=("gate",))
-    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"])
+    audit = aq.checkpoint.audit(
+        zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"]
+    )
     assert ("fold_mismatch", norm) in {(f.code, f.tensor) for f in audit.findings}
 
 
@@ -153,9 +159,13 @@ def row_fold(t: dict, c: dict, source: Path, producer: str, consumer: str, right
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("pair", [("mlp.up_proj", "mlp.down_proj"), ("self_attn.v_proj", "self_attn.o_proj")])
+@pytest.mark.parametrize(
+    "pair", [("mlp.up_proj", "mlp.down_proj"), ("self_attn.v_proj", "self_attn.o_proj")]
+)
 def test_folds_between_linears_must_cancel(sound, tmp_path, pair, right):
-    folder = zoo.spoil(sound["nvfp4"], tmp_path / "x", lambda t, c: row_fold(t, c, sound["bf16"], *pair, right))
+    folder = zoo.spoil(
+        sound["nvfp4"], tmp_path / "x", lambda t, c: row_fold(t, c, sound["bf16"], *pair, right)
+    )
     audit = aq.checkpoint.audit(folder, source=sound["bf16"])
     about_folds = [(f.code, f.tensor) for f in audit.findings if not f.code.startswith("fused_")]
     assert about_folds == ([] if right else [("fold_mismatch", f"model.layers.3.{pair[1]}")])
@@ -171,8 +181,12 @@ def test_the_gated_norm_is_folded_as_a_plain_one(sound, tmp_path, right):
         w = plain[f"{name}norm.weight"].astype(np.float64)
         t[f"{name}norm.weight"] = (w / s if right else (1 + w) / s - 1).astype(ml_dtypes.bfloat16)
 
-    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"])
-    assert [(f.code, f.tensor) for f in audit.findings] == ([] if right else [("fold_mismatch", f"{name}norm.weight")])
+    audit = aq.checkpoint.audit(
+        zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"]
+    )
+    assert [(f.code, f.tensor) for f in audit.findings] == (
+        [] if right else [("fold_mismatch", f"{name}norm.weight")]
+    )
 
 
 def test_a_changed_tensor_scale_is_reported_for_its_linear(sound, tmp_path):
@@ -187,7 +201,9 @@ def test_a_changed_tensor_scale_is_reported_for_its_linear(sound, tmp_path):
     folder = zoo.spoil(
         sound["nvfp4"],
         tmp_path / "y",
-        lambda t, c: [scale(t, f"{n}.weight_scale_2", k * t[f"{n}.weight_scale_2"]) for n, k in both.items()],
+        lambda t, c: [
+            scale(t, f"{n}.weight_scale_2", k * t[f"{n}.weight_scale_2"]) for n, k in both.items()
+        ],
     )
     audit = aq.checkpoint.audit(folder, source=sound["bf16"])
     assert ("large_error", GATE) in {(f.code, f.tensor) for f in audit.findings}

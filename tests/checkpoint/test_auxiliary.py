@@ -67,7 +67,8 @@ def quantize_up(t: dict, c: dict) -> None:
     t[f"{UP}.input_scale"] = np.array(0.004, np.float32)
     gate = UP.replace("up_", "gate_")
     t |= {
-        f"{gate}.{end}": t[f"{UP}.{end}"].copy() for end in ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        f"{gate}.{end}": t[f"{UP}.{end}"].copy()
+        for end in ("weight", "weight_scale", "weight_scale_2", "input_scale")
     }
     ignore = c["quantization_config"]["ignore"]
     c["quantization_config"]["ignore"] = [n for n in ignore if n not in (UP, gate)]
@@ -87,7 +88,12 @@ FAULTS = {
         FC,
     ),
     "one tensor of the head is missing": (without(NORM), False, "mtp_missing", NORM),
-    "the head of a smaller model": (lambda t, c: t.update({FC: t[FC][:, :256]}), False, "mtp_shape", FC),
+    "the head of a smaller model": (
+        lambda t, c: t.update({FC: t[FC][:, :256]}),
+        False,
+        "mtp_shape",
+        FC,
+    ),
     "a layer of a smaller model": (
         lambda t, c: t.update({f"{UP}.weight": t[f"{UP}.weight"][:128]}),
         False,
@@ -121,4 +127,6 @@ def test_each_fault_is_named_and_repaired(checkpoints, tmp_path, fault):
     before, after = zoo.read(checkpoints["sound"]), zoo.read(Path(result.path))
     assert {n: t.tobytes() for n, t in after.items()} == {n: t.tobytes() for n, t in before.items()}
     config = json.loads((Path(result.path) / "config.json").read_text())
-    assert config["text_config"]["mtp_num_hidden_layers"] == 1 and config["vision_config"] == {"depth": 1}
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1 and config["vision_config"] == {
+        "depth": 1
+    }

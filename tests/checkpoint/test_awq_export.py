@@ -55,6 +55,8 @@ def test_repair_writes_plain_nvfp4_with_the_source_s_norms(exported, tmp_path):
     result = aq.checkpoint.repair(awq, source, tmp_path / "repaired")
     assert result.remaining == []
     after, original = zoo.read(tmp_path / "repaired"), zoo.read(source)
-    assert all(after[n].tobytes() == original[n].tobytes() for n in original if n.endswith("norm.weight"))
+    assert all(
+        after[n].tobytes() == original[n].tobytes() for n in original if n.endswith("norm.weight")
+    )
     summary = aq.checkpoint.audit(tmp_path / "repaired").summary
     assert summary.algorithm == "NVFP4" and "vLLM: yes" in summary.loads

@@ -19,7 +19,10 @@ transformers = pytest.importorskip("transformers", reason="the quantize extra is
 
 TOOL = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+    },
 }
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "ü <b>"}}}
 CONVERSATIONS = [
@@ -50,7 +53,11 @@ def test_text_equals_that_of_transformers(tokenizer, template, monkeypatch):
         for tools in (None, [TOOL]):
             for prompt in (False, True):
                 expected = tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=prompt, enable_thinking=True, tokenize=False
+                    messages,
+                    tools=tools,
+                    add_generation_prompt=prompt,
+                    enable_thinking=True,
+                    tokenize=False,
                 )
                 assert ours.render(messages, tools, prompt, enable_thinking=True) == expected
 
@@ -157,6 +164,8 @@ import sys
 from annie_quant.checkpoint import chat_template
 print(chat_template._worker_of("x")._process.pid)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)

@@ -37,7 +37,9 @@ def codes_in(tree: ast.AST, where: str) -> Iterator[str]:
             if isinstance(first, ast.Constant):
                 yield first.value
             elif isinstance(first, ast.JoinedStr):
-                text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in first.values)
+                text = "".join(
+                    v.value if isinstance(v, ast.Constant) else "{}" for v in first.values
+                )
                 yield from (text.format(kind) for kind in KINDS)
             elif isinstance(function, ast.FunctionDef):  # a variable: the function's constants
                 texts = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]
@@ -73,7 +75,11 @@ def test_the_search_for_codes_finds_a_new_one():
 
 def test_the_explanations_are_sentences_with_commands_that_exist():
     for code, explanation in CODES.items():
-        assert explanation.meaning.endswith(".") and explanation.fix and explanation.meaning.isprintable(), code
+        assert (
+            explanation.meaning.endswith(".")
+            and explanation.fix
+            and explanation.meaning.isprintable()
+        ), code
         for name in re.findall(r"annie-quant ([a-z-]+)", explanation.fix):
             assert name in cli.commands, code
 
@@ -82,27 +88,40 @@ def test_the_explanations_are_sentences_with_commands_that_exist():
 def test_the_codes_of_the_documentation_exist(page):
     rows = re.findall(r"^\| [a-z].*\| (`.*) \|$", (ROOT / page).read_text(), re.MULTILINE)
     named = {code for row in rows for code in re.findall(r"`([a-z0-9_]+)`", row)}
-    assert len(named) > 40 and {n for n in named if not n.endswith("_") and n != "fp8_cast"} <= set(CODES)
+    assert len(named) > 40 and {n for n in named if not n.endswith("_") and n != "fp8_cast"} <= set(
+        CODES
+    )
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_explain_prints_a_code(code):
     outcome = command(code)
-    assert outcome.exit_code == 0 and CODES[code].meaning in outcome.stdout and CODES[code].fix in outcome.stdout
+    assert (
+        outcome.exit_code == 0
+        and CODES[code].meaning in outcome.stdout
+        and CODES[code].fix in outcome.stdout
+    )
     assert ("servers: cannot load" in outcome.stdout) == (code in DEADLY)
 
 
 def test_explain_lists_all_and_names_similar_codes():
     listed = command().stdout
-    assert all(f"{code}: " in listed for code in CODES) and all(f"exit code {n}: " in listed for n in EXIT_CODES)
+    assert all(f"{code}: " in listed for code in CODES) and all(
+        f"exit code {n}: " in listed for n in EXIT_CODES
+    )
     assert set(json.loads(command("--json").stdout)) == {*CODES, *map(str, EXIT_CODES)}
     assert json.loads(command("4", "--json").stdout)["code"] == "4"
     outcome = command("shard_mising")
-    assert isinstance(outcome.exception, AnnieError) and "shard_missing" in outcome.exception.message
+    assert (
+        isinstance(outcome.exception, AnnieError) and "shard_missing" in outcome.exception.message
+    )
 
 
 def test_audit_and_errors_name_the_command(tmp_path: Path, capfd, monkeypatch):
-    for arguments, code in ((["audit", str(tmp_path / "x")], "no_folder"), (["audit", str(tmp_path)], "no_weights")):
+    for arguments, code in (
+        (["audit", str(tmp_path / "x")], "no_folder"),
+        (["audit", str(tmp_path)], "no_weights"),
+    ):
         monkeypatch.setattr("sys.argv", ["annie-quant", *arguments])
         with pytest.raises(SystemExit):
             main()
@@ -113,6 +132,16 @@ def test_audit_and_errors_name_the_command(tmp_path: Path, capfd, monkeypatch):
 def test_the_page_on_checkpoints_lists_every_code_of_an_audit():
     page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"`([a-z0-9_]+)`", page))
-    listed |= {code.replace("tensor_scale_", "input_scale_") for code in listed if code.startswith("tensor_scale_")}
-    not_of_an_audit = {"no_folder", "no_weights", "tokenizer_missing", "tokenizer_unknown", "vocab_size"}
+    listed |= {
+        code.replace("tensor_scale_", "input_scale_")
+        for code in listed
+        if code.startswith("tensor_scale_")
+    }
+    not_of_an_audit = {
+        "no_folder",
+        "no_weights",
+        "tokenizer_missing",
+        "tokenizer_unknown",
+        "vocab_size",
+    }
     assert set(CODES) - listed == not_of_an_audit

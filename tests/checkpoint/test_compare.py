@@ -39,8 +39,12 @@ def test_errors_and_bits(forms, tmp_path):
     ours = aq.checkpoint.linears(folder)[NAME].dequantize(folder).astype(np.float64)
     theirs = aq.checkpoint.ModelFolder(source).tensor(f"{NAME}.weight").astype(np.float64)
     row = rows["nvfp4", f"{NAME}.weight"]
-    assert row.rel_l2 == pytest.approx(np.sqrt(((ours - theirs) ** 2).sum() / (theirs**2).sum()), rel=1e-5)
-    assert row.cosine == pytest.approx((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum()), rel=1e-6)
+    assert row.rel_l2 == pytest.approx(
+        np.sqrt(((ours - theirs) ** 2).sum() / (theirs**2).sum()), rel=1e-5
+    )
+    assert row.cosine == pytest.approx(
+        (ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum()), rel=1e-6
+    )
     for form in (
         "compressed-tensors",
         "nvfp4 gguf",
@@ -60,7 +64,11 @@ def test_errors_and_bits(forms, tmp_path):
 
 def test_the_worst_tensor_is_found(forms, tmp_path):
     source, paths = forms
-    bad = zoo.spoil(paths["nvfp4"], tmp_path / "bad", lambda t, c: t[f"{NAME}.weight"].__setitem__(slice(0, 128), 0))
+    bad = zoo.spoil(
+        paths["nvfp4"],
+        tmp_path / "bad",
+        lambda t, c: t[f"{NAME}.weight"].__setitem__(slice(0, 128), 0),
+    )
     result = compare(source, {"bad": bad})
     assert result.summary["bad"].worst == f"{NAME}.weight" and result.worst("bad")[0].rel_l2 > 0.5
 

@@ -71,7 +71,9 @@ def test_an_unknown_family_may_call_its_last_norm_otherwise(checkpoints, tmp_pat
 def test_what_every_layer_lost_is_found_with_the_source(checkpoints, tmp_path):
     bad = zoo.spoil(checkpoints[1], tmp_path / "bad", without("input_layernorm"))
     assert findings(bad) == []
-    assert findings(bad, checkpoints[0]) == [("decoder_incomplete", "model.layers.0.input_layernorm.weight")]
+    assert findings(bad, checkpoints[0]) == [
+        ("decoder_incomplete", "model.layers.0.input_layernorm.weight")
+    ]
 
 
 def test_a_layer_beyond_the_configuration(checkpoints, tmp_path):
@@ -81,13 +83,17 @@ def test_a_layer_beyond_the_configuration(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("count", ["4", 0, True, 4.0, [4]])
 def test_a_number_of_layers_of_another_type(checkpoints, tmp_path, count):
-    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c.update(num_hidden_layers=count))
+    bad = zoo.spoil(
+        checkpoints[1], tmp_path / "bad", lambda t, c: c.update(num_hidden_layers=count)
+    )
     assert findings(bad) == [("config_unreadable", "config.json")]
 
 
 def test_a_tied_head_and_a_converted_copy_are_complete(checkpoints, tmp_path):
     tied = zoo.spoil(
-        checkpoints[1], tmp_path / "tied", lambda t, c: (without("lm_head")(t, c), c.update(tie_word_embeddings=True))
+        checkpoints[1],
+        tmp_path / "tied",
+        lambda t, c: (without("lm_head")(t, c), c.update(tie_word_embeddings=True)),
     )
     assert findings(tied, checkpoints[0]) == []
     copy = tmp_path / "ct"
@@ -96,11 +102,22 @@ def test_a_tied_head_and_a_converted_copy_are_complete(checkpoints, tmp_path):
 
 
 def test_a_mixture_is_complete_until_a_layer_loses_its_shared_part(tmp_path):
-    merged, single = expert_zoo.merged(tmp_path / "merged"), expert_zoo.per_expert(tmp_path / "single")
+    merged, single = (
+        expert_zoo.merged(tmp_path / "merged"),
+        expert_zoo.per_expert(tmp_path / "single"),
+    )
     quantized = expert_zoo.nvfp4(tmp_path / "quantized", single)
-    assert findings(merged) == findings(single) == findings(quantized, single) == findings(quantized, merged) == []
+    assert (
+        findings(merged)
+        == findings(single)
+        == findings(quantized, single)
+        == findings(quantized, merged)
+        == []
+    )
     for which, folder in enumerate((merged, single, quantized)):
-        bad = zoo.spoil(folder, tmp_path / f"bad-{which}", without("layers.1.mlp.shared_expert.down_proj"))
+        bad = zoo.spoil(
+            folder, tmp_path / f"bad-{which}", without("layers.1.mlp.shared_expert.down_proj")
+        )
         assert findings(bad) == [("decoder_incomplete", "model.layers.1")]
 
 

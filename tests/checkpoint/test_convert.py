@@ -29,7 +29,9 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     out["nvfp4"] = zoo.nvfp4(home / "nvfp4", out["bf16"])
     out["w4a16"] = zoo.nvfp4(home / "w4a16", out["bf16"], with_input=False)
     for name in ("nvfp4", "w4a16"):
-        out[f"ct_{name}"] = Path(aq.checkpoint.convert(out[name], "compressed-tensors", home / f"ct_{name}").path)
+        out[f"ct_{name}"] = Path(
+            aq.checkpoint.convert(out[name], "compressed-tensors", home / f"ct_{name}").path
+        )
     return out
 
 
@@ -46,8 +48,12 @@ def test_converting_back_restores_the_checkpoint(checkpoints, tmp_path, kind):
         if name.endswith(("weight_scale_2", "input_scale")):
             assert abs(int(array.view(np.int32)) - int(after[name].view(np.int32))) <= 1
         else:
-            assert array.dtype == after[name].dtype and array.tobytes() == after[name].tobytes(), name
-    a, b = (json.loads((f / "config.json").read_text()) for f in (checkpoints[kind], tmp_path / "back"))
+            assert array.dtype == after[name].dtype and array.tobytes() == after[name].tobytes(), (
+                name
+            )
+    a, b = (
+        json.loads((f / "config.json").read_text()) for f in (checkpoints[kind], tmp_path / "back")
+    )
     assert a == b
     assert (tmp_path / "back/hf_quant_config.json").exists()
     assert {f.name for f in (tmp_path / "back").iterdir()} >= set(zoo.TOKENIZER)
@@ -56,7 +62,9 @@ def test_converting_back_restores_the_checkpoint(checkpoints, tmp_path, kind):
 def test_global_scales_become_divisors(checkpoints):
     here, there = ModelFolder(checkpoints["nvfp4"]), ModelFolder(checkpoints["ct_nvfp4"])
     module = "model.layers.0.mlp.down_proj"
-    assert there.scalar(f"{module}.weight_global_scale") == np.float32(1) / here.scalar(f"{module}.weight_scale_2")
+    assert there.scalar(f"{module}.weight_global_scale") == np.float32(1) / here.scalar(
+        f"{module}.weight_scale_2"
+    )
     assert there.info(f"{module}.weight_global_scale").shape == (1,)
     ours, theirs = (dict(aq.checkpoint.linears(f))[module].dequantize(f) for f in (here, there))
     np.testing.assert_allclose(ours, theirs, rtol=3e-7)
@@ -78,10 +86,12 @@ def test_compressed_tensors_reads_ours(checkpoints, kind):
     for name, linear in list(aq.checkpoint.linears(folder).items())[:4]:
         state = {
             "weight_packed": torch.from_numpy(folder.tensor(f"{name}.weight_packed").copy()),
-            "weight_scale": torch.from_numpy(folder.tensor(f"{name}.weight_scale").view(np.uint8).copy()).view(
-                torch.float8_e4m3fn
+            "weight_scale": torch.from_numpy(
+                folder.tensor(f"{name}.weight_scale").view(np.uint8).copy()
+            ).view(torch.float8_e4m3fn),
+            "weight_global_scale": torch.from_numpy(
+                folder.tensor(f"{name}.weight_global_scale").copy()
             ),
-            "weight_global_scale": torch.from_numpy(folder.tensor(f"{name}.weight_global_scale").copy()),
         }
         theirs = NVFP4PackedCompressor.decompress(state, scheme)["weight"].float().numpy()
         ours = linear.dequantize(folder)
@@ -97,7 +107,9 @@ def test_compressed_tensors_own_output_is_read_the_same(checkpoints, tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     config = json.loads((checkpoints["ct_w4a16"] / "config.json").read_text())
-    scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups["group_0"]
+    scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups[
+        "group_0"
+    ]
     torch.manual_seed(0)
     weight = torch.randn(32, 64)
     divisor = torch.tensor([2688.0]) / weight.abs().max()
@@ -108,7 +120,10 @@ def test_compressed_tensors_own_output_is_read_the_same(checkpoints, tmp_path):
     module = "model.layers.0.mlp.gate_proj"
     tensors = {
         f"{module}.weight_packed": state["weight_packed"].numpy(),
-        f"{module}.weight_scale": state["weight_scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn),
+        f"{module}.weight_scale": state["weight_scale"]
+        .view(torch.uint8)
+        .numpy()
+        .view(ml_dtypes.float8_e4m3fn),
         f"{module}.weight_global_scale": divisor.numpy(),
     }
     folder = ModelFolder(zoo.save(tmp_path / "theirs", tensors, config))
@@ -126,12 +141,14 @@ def test_modelopt_dequantizes_ours_to_the_same_values(checkpoints):
     folder = ModelFolder(checkpoints["nvfp4"])
     for name, linear in list(aq.checkpoint.linears(folder).items())[:3]:
         packed = qtensor.NVFP4QTensor(
-            torch.Size(linear.shape(folder)), torch.float32, torch.from_numpy(folder.tensor(f"{name}.weight").copy())
+            torch.Size(linear.shape(folder)),
+            torch.float32,
+            torch.from_numpy(folder.tensor(f"{name}.weight").copy()),
         )
         theirs = packed.dequantize(
-            scale=torch.from_numpy(folder.tensor(f"{name}.weight_scale").view(np.uint8).copy()).view(
-                torch.float8_e4m3fn
-            ),
+            scale=torch.from_numpy(
+                folder.tensor(f"{name}.weight_scale").view(np.uint8).copy()
+            ).view(torch.float8_e4m3fn),
             double_scale=torch.tensor(float(linear.tensor_scale(folder).multiplier)),
             block_sizes={-1: 16},
         )
@@ -144,14 +161,24 @@ def test_mixed_precision_is_converted_both_ways(checkpoints, tmp_path):
     assert aq.checkpoint.audit(mixed).ok, aq.checkpoint.audit(mixed).findings
     ct = aq.checkpoint.convert(mixed, "compressed-tensors", tmp_path / "ct").path
     assert aq.checkpoint.audit(ct).ok, aq.checkpoint.audit(ct).findings
-    assert json.loads((Path(ct) / "config.json").read_text())["quantization_config"]["format"] == "mixed-precision"
+    assert (
+        json.loads((Path(ct) / "config.json").read_text())["quantization_config"]["format"]
+        == "mixed-precision"
+    )
     aq.checkpoint.convert(ct, "modelopt", tmp_path / "back")
     before, after = zoo.read(mixed), zoo.read(tmp_path / "back")
     assert set(before) == set(after)
-    assert all(before[n].tobytes() == after[n].tobytes() for n in before if not n.endswith(("_scale_2", "input_scale")))
+    assert all(
+        before[n].tobytes() == after[n].tobytes()
+        for n in before
+        if not n.endswith(("_scale_2", "input_scale"))
+    )
     pytest.importorskip("gguf", reason="the serve extra is not installed")
     result = aq.checkpoint.convert(mixed, "gguf", tmp_path / "mixed.gguf")
-    assert result.dequantized == ["model.layers.3.self_attn.o_proj"] and "became Q8_0" in result.loss[0]
+    assert (
+        result.dequantized == ["model.layers.3.self_attn.o_proj"]
+        and "became Q8_0" in result.loss[0]
+    )
 
 
 def test_weight_only_next_to_quantized_activations_and_fp8(checkpoints, tmp_path):
@@ -172,14 +199,21 @@ def test_weight_only_next_to_quantized_activations_and_fp8(checkpoints, tmp_path
     assert audit.ok and audit.summary.algorithm == "MIXED_PRECISION", audit.findings
     aq.checkpoint.convert(tmp_path / "ct", "modelopt", tmp_path / "back")
     assert aq.checkpoint.audit(tmp_path / "back").ok
-    a, b = (ModelFolder(f).config["quantization_config"]["quantized_layers"] for f in (mixed, tmp_path / "back"))
+    a, b = (
+        ModelFolder(f).config["quantization_config"]["quantized_layers"]
+        for f in (mixed, tmp_path / "back")
+    )
     assert a == b and {v["quant_algo"] for v in a.values()} == {"NVFP4", "W4A16_NVFP4", "FP8"}
     assert set(zoo.read(mixed)) == set(zoo.read(tmp_path / "back"))
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig.model_validate(ModelFolder(tmp_path / "ct").config["quantization_config"])
-    assert [g.format for g in config.config_groups.values()] == ["nvfp4-pack-quantized"] * 2 + ["float-quantized"]
+    config = QuantizationConfig.model_validate(
+        ModelFolder(tmp_path / "ct").config["quantization_config"]
+    )
+    assert [g.format for g in config.config_groups.values()] == ["nvfp4-pack-quantized"] * 2 + [
+        "float-quantized"
+    ]
 
 
 def test_a_tied_embedding_has_the_output_s_type(tmp_path):
@@ -188,11 +222,17 @@ def test_a_tied_embedding_has_the_output_s_type(tmp_path):
     config = zoo.CONFIG | {"tie_word_embeddings": True}
     tensors = zoo.weights(config)
     apart = zoo.save(tmp_path / "apart", tensors, zoo.CONFIG)
-    tied = zoo.save(tmp_path / "tied", {n: t for n, t in tensors.items() if n != "lm_head.weight"}, config)
+    tied = zoo.save(
+        tmp_path / "tied", {n: t for n, t in tensors.items() if n != "lm_head.weight"}, config
+    )
     for folder, expected in ((apart, "Q4_K"), (tied, "Q6_K")):
-        path = aq.checkpoint.convert(folder, "gguf", tmp_path / f"{folder.name}.gguf", type="Q4_K_M").path
+        path = aq.checkpoint.convert(
+            folder, "gguf", tmp_path / f"{folder.name}.gguf", type="Q4_K_M"
+        ).path
         kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
-        assert kinds["token_embd.weight"] == expected and kinds.get("output.weight", "Q6_K") == "Q6_K"
+        assert (
+            kinds["token_embd.weight"] == expected and kinds.get("output.weight", "Q6_K") == "Q6_K"
+        )
 
 
 def test_larger_mixtures_follow_llama_quant(checkpoints, tmp_path):
@@ -200,7 +240,9 @@ def test_larger_mixtures_follow_llama_quant(checkpoints, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     files, kinds = {}, {}
     for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
-        files[mix] = aq.checkpoint.convert(checkpoints["bf16"], "gguf", tmp_path / f"{mix}.gguf", type=mix).path
+        files[mix] = aq.checkpoint.convert(
+            checkpoints["bf16"], "gguf", tmp_path / f"{mix}.gguf", type=mix
+        ).path
         kinds[mix] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(files[mix]).tensors}
     for name, kind in kinds["Q4_K_M"].items():
         assert kinds["Q5_K_M"][name] == {"Q4_K": "Q5_K"}.get(kind, kind)
@@ -217,7 +259,9 @@ def test_a_rerun_after_an_interrupt_keeps_complete_shards(checkpoints, tmp_path,
     from annie_quant.checkpoint import writer
 
     target, part, whole = tmp_path / "out", tmp_path / ".out.part", writer.write_shard
-    aq.checkpoint.convert(checkpoints["nvfp4"], "compressed-tensors", tmp_path / "undisturbed", shard_bytes=500_000)
+    aq.checkpoint.convert(
+        checkpoints["nvfp4"], "compressed-tensors", tmp_path / "undisturbed", shard_bytes=500_000
+    )
 
     def stopping(folder, shard, *rest):
         if len(list(folder.glob("*.safetensors"))) == 2:
@@ -227,7 +271,9 @@ def test_a_rerun_after_an_interrupt_keeps_complete_shards(checkpoints, tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr(writer, "write_shard", stopping)
         with pytest.raises(KeyboardInterrupt):
-            aq.checkpoint.convert(checkpoints["nvfp4"], "compressed-tensors", target, shard_bytes=500_000)
+            aq.checkpoint.convert(
+                checkpoints["nvfp4"], "compressed-tensors", target, shard_bytes=500_000
+            )
     left = {f.name: f.stat().st_mtime_ns for f in part.glob("*.safetensors")}
     assert len(left) == 2 and not target.exists()
     aq.checkpoint.convert(checkpoints["nvfp4"], "compressed-tensors", target, shard_bytes=500_000)
@@ -253,12 +299,17 @@ def test_gguf_equals_that_of_llama_cpp_s_converter(tmp_path):
     from make_gguf_reference import checkpoints, comparable, describe
 
     for name, folder in checkpoints(tmp_path).items():
-        ours = comparable(name, describe(Path(aq.checkpoint.convert(folder, "gguf", tmp_path / f"{name}.gguf").path)))
+        ours = comparable(
+            name,
+            describe(Path(aq.checkpoint.convert(folder, "gguf", tmp_path / f"{name}.gguf").path)),
+        )
         theirs = reference()[name]
         assert ours["keys"] == json.loads(json.dumps(theirs["keys"])), name
         assert set(ours["tensors"]) == set(theirs["tensors"])
         for tensor, described in theirs["tensors"].items():
-            same = 2 if tensor.endswith("ssm_a") else 3  # exp differs by a unit in the last place between libraries
+            same = (
+                2 if tensor.endswith("ssm_a") else 3
+            )  # exp differs by a unit in the last place between libraries
             assert ours["tensors"][tensor][:same] == described[:same], (name, tensor)
 
 
@@ -266,7 +317,11 @@ def test_decay_is_minus_exp(checkpoints, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     path = aq.checkpoint.convert(checkpoints["bf16"], "gguf", tmp_path / "x.gguf").path
     (decay,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ssm_a")
-    log = ModelFolder(checkpoints["bf16"]).tensor("model.layers.1.linear_attn.A_log").astype(np.float64)
+    log = (
+        ModelFolder(checkpoints["bf16"])
+        .tensor("model.layers.1.linear_attn.A_log")
+        .astype(np.float64)
+    )
     np.testing.assert_allclose(decay.data, -np.exp(log[[0, 2, 1, 3]]), rtol=1e-7)
 
 
@@ -287,9 +342,14 @@ def test_nvfp4_in_gguf_dequantizes_to_the_checkpoint(checkpoints, tmp_path):
         want = linear.dequantize(folder)
         want = want if axis is None else np.take(want, order, axis)
         block = tensors[f"blk.0.{place}.weight"]
-        got = gguf.quants.dequantize(block.data, block.tensor_type) * tensors[f"blk.0.{place}.scale"].data[0]
+        got = (
+            gguf.quants.dequantize(block.data, block.tensor_type)
+            * tensors[f"blk.0.{place}.scale"].data[0]
+        )
         np.testing.assert_allclose(got, want, rtol=1e-6)
-        assert tensors[f"blk.0.{place}.input_scale"].data[0] == linear.input_scale(folder).multiplier
+        assert (
+            tensors[f"blk.0.{place}.input_scale"].data[0] == linear.input_scale(folder).multiplier
+        )
 
 
 def test_a_gguf_file_is_no_model_folder_and_a_damaged_one_is_not_compared(checkpoints, tmp_path):
@@ -310,7 +370,11 @@ def test_a_gguf_file_is_no_model_folder_and_a_damaged_one_is_not_compared(checkp
         ("bf16", {"to": "onnx"}, "unknown dialect 'onnx'"),
         ("bf16", {"to": "gguf", "type": "NVFP4"}, "holds no NVFP4"),
         ("bf16", {"to": "gguf", "type": "Q2_K"}, "is not a type that is written here"),
-        ("nvfp4", {"to": "gguf", "type": "Q4_K_M"}, "is quantized already, Q4_K_M needs unquantized weights"),
+        (
+            "nvfp4",
+            {"to": "gguf", "type": "Q4_K_M"},
+            "is quantized already, Q4_K_M needs unquantized weights",
+        ),
         ("nvfp4", {"to": "compressed-tensors", "type": "BF16"}, "--type is for GGUF"),
     ],
 )
@@ -333,7 +397,9 @@ def test_awq_is_not_dropped_silently(checkpoints, tmp_path):
     bad = zoo.spoil(
         checkpoints["nvfp4"],
         tmp_path / "awq",
-        lambda t, c: t.update({"model.layers.0.mlp.down_proj.pre_quant_scale": np.ones(512, ml_dtypes.bfloat16)}),
+        lambda t, c: t.update(
+            {"model.layers.0.mlp.down_proj.pre_quant_scale": np.ones(512, ml_dtypes.bfloat16)}
+        ),
     )
     for to in ("gguf", "compressed-tensors"):
         with pytest.raises(CheckpointError, match="pre_quant_scale"):
@@ -345,7 +411,9 @@ def other_algorithm(t: dict, c: dict) -> None:
 
 
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "gguf"])
-def test_activation_scales_of_an_unknown_algorithm_are_not_taken_for_nvfp4_s(checkpoints, tmp_path, to):
+def test_activation_scales_of_an_unknown_algorithm_are_not_taken_for_nvfp4_s(
+    checkpoints, tmp_path, to
+):
     w4a8 = zoo.spoil(checkpoints["nvfp4"], tmp_path / "w4a8", other_algorithm)
     with pytest.raises(CheckpointError, match="W4A8_NVFP4_FP8' is not known here"):
         aq.checkpoint.convert(w4a8, to, tmp_path / "out.gguf")
@@ -364,7 +432,9 @@ def test_fp8_scales_of_another_layout_are_refused(checkpoints, tmp_path, to):
         t["model.layers.3.self_attn.o_proj.weight_scale"] = np.ones((256, 8), np.float32)
 
     mixed = zoo.spoil(checkpoints["nvfp4"], tmp_path / "mixed", spread)
-    with pytest.raises(CheckpointError, match=r"shape \[256, 8\], expected one number or \[256, 1\]"):
+    with pytest.raises(
+        CheckpointError, match=r"shape \[256, 8\], expected one number or \[256, 1\]"
+    ):
         aq.checkpoint.convert(mixed, to, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -397,11 +467,14 @@ def test_an_unknown_tensor_and_tokenizer_are_refused(checkpoints, tmp_path):
         lambda t, c: t.update({"model.layers.0.moe.gate.weight": np.ones(4, np.float32)}),
     )
     with pytest.raises(
-        CheckpointError, match=r"model.layers.0.moe.gate.weight: no such tensor in a Qwen3.5 text model"
+        CheckpointError,
+        match=r"model.layers.0.moe.gate.weight: no such tensor in a Qwen3.5 text model",
     ):
         aq.checkpoint.convert(odd, "gguf", tmp_path / "x.gguf")
     with pytest.raises(CheckpointError, match="no name for"):
-        vocabulary.pre_tokenizer(vocabulary.Tokenizer(pre_tokenizer=vocabulary.PreTokenizer("Split", {"Regex": "a+"})))
+        vocabulary.pre_tokenizer(
+            vocabulary.Tokenizer(pre_tokenizer=vocabulary.PreTokenizer("Split", {"Regex": "a+"}))
+        )
     with pytest.raises(CheckpointError, match=r"token id 9 and config.json a vocabulary of 5"):
         vocabulary.tokens_and_types(vocabulary.Tokenizer(vocabulary.Bpe({"a": 9})), 5)
 
@@ -413,14 +486,22 @@ def test_multimodal_names_map_and_vision_is_left_out(checkpoints, tmp_path):
                 t[name.replace("model.", "model.language_model.", 1)] = t.pop(name)
         t["model.visual.patch_embed.proj.weight"] = np.ones((4, 4), ml_dtypes.bfloat16)
         text = {k: c.pop(k) for k in list(c) if k not in ("architectures", "model_type")}
-        c |= {"text_config": text, "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+        c |= {
+            "text_config": text,
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+        }
 
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     multi = zoo.spoil(checkpoints["bf16"], tmp_path / "multi", rename)
     result = aq.checkpoint.convert(multi, "gguf", tmp_path / "multi.gguf")
-    assert result.left_out == ["model.visual.patch_embed.proj.weight"] and "vision" in result.loss[0]
+    assert (
+        result.left_out == ["model.visual.patch_embed.proj.weight"] and "vision" in result.loss[0]
+    )
     plain = aq.checkpoint.convert(checkpoints["bf16"], "gguf", tmp_path / "plain.gguf").path
-    a, b = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(p).tensors} for p in (result.path, plain))
+    a, b = (
+        {t.name: t.data.tobytes() for t in gguf.GGUFReader(p).tensors} for p in (result.path, plain)
+    )
     assert a == b
 
 

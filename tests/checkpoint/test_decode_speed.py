@@ -39,7 +39,14 @@ FIGURES = [
     Published("9B Q4_K_M, llama.cpp", "gb10", 5.1, 32, 35.9),
     Published("35B-A3B Q8_0, llama.cpp", "gb10", 3.1, 40, 53.0),
     Published("Qwen2.5-7B Q4_K_M, Ollama", "gb10", 4.36, 28, 44.5),
-    Published("Llama-3.3-70B NVFP4, vLLM 0.15", "gb10", 40.61, 80, 4.1, "W4A4 kernels of prefill for one token"),
+    Published(
+        "Llama-3.3-70B NVFP4, vLLM 0.15",
+        "gb10",
+        40.61,
+        80,
+        4.1,
+        "W4A4 kernels of prefill for one token",
+    ),
     Published("9B shape bf16, vLLM 0.26", "h200", 15.87, 32, 1000 / 4.141),
     Published("9B shape NVFP4, our kernels", "h200", counted("9b", "direct"), 32, 1000 / 2.640),
 ]
@@ -49,7 +56,9 @@ FIGURES = [
 def test_published_speeds_are_predicted_within_15_percent_or_explained(row: Published) -> None:
     predicted = decode_speed.tok_s(TokenBytes(row.read_gb * 1e9, row.layers), DEVICES[row.device])
     error = predicted / row.tok_s - 1
-    assert abs(error) < 0.15 or (row.explained and error > 0), f"{predicted:.1f} instead of {row.tok_s:.1f}"
+    assert abs(error) < 0.15 or (row.explained and error > 0), (
+        f"{predicted:.1f} instead of {row.tok_s:.1f}"
+    )
 
 
 # vLLM 0.26 on an H200, 2026-11-29: GB per token, layers, those of attention, size of a head, ms after 128 and 16,384 tokens.
@@ -70,16 +79,24 @@ def test_vllm_on_an_h200_is_predicted_within_10_percent_also_at_depth(
     _, gigabytes, layers, full, head, *measured = row
     read = TokenBytes(gigabytes * 1e9, layers, Caches(position=1, attention=(full, head)))
     for depth, milliseconds in zip((192, 16_416), measured, strict=True):
-        assert 1e3 / decode_speed.tok_s(read, DEVICES["h200"], depth) == pytest.approx(milliseconds, rel=0.1), depth
+        assert 1e3 / decode_speed.tok_s(read, DEVICES["h200"], depth) == pytest.approx(
+            milliseconds, rel=0.1
+        ), depth
 
 
 def test_attention_has_its_own_time_and_the_host_is_the_least() -> None:
-    read = TokenBytes(1e9, 4, Caches(position=1000, window_position=100, window=50, attention=(2, 64)))
+    read = TokenBytes(
+        1e9, 4, Caches(position=1000, window_position=100, window=50, attention=(2, 64))
+    )
     device = Device(name="d", read_bytes_s=1e9, attention_s=(1e-6, 1e-8), step_s=1.2)
     assert 1 / decode_speed.tok_s(read, device) == pytest.approx(1.2)
     expected = 1 + 50 * 100 / 1e9 + 10**6 * 2 * (1e-6 + 64 * 1e-8)
     assert 1 / decode_speed.tok_s(read, device, 10**6) == pytest.approx(expected)
-    assert decode_speed.largest_bytes(read, device, 1.0) < 0 < decode_speed.largest_bytes(read, device, 0.8)
+    assert (
+        decode_speed.largest_bytes(read, device, 1.0)
+        < 0
+        < decode_speed.largest_bytes(read, device, 0.8)
+    )
 
 
 def test_a_token_reads_the_weights_the_cache_and_the_states() -> None:
@@ -90,11 +107,15 @@ def test_a_token_reads_the_weights_the_cache_and_the_states() -> None:
     linear = len(config["layer_types"]) - full
     assert 0 < full < read.layers == config["num_hidden_layers"]
     heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
-    assert read.at(0) - read.weights == linear * heads * width * config["linear_key_head_dim"] * 4 * 2
+    assert (
+        read.at(0) - read.weights == linear * heads * width * config["linear_key_head_dim"] * 4 * 2
+    )
     depth = read.at(1000) - read.at(0)
     assert depth == 1000 * full * config["num_key_value_heads"] * config["head_dim"] * 2 * 2
     device = Device(name="d", read_bytes_s=1e9, layer_s=1e-3)
-    assert decode_speed.tok_s(read, device) == pytest.approx(1 / (read.at(0) / 1e9 + read.layers * 1e-3))
+    assert decode_speed.tok_s(read, device) == pytest.approx(
+        1 / (read.at(0) / 1e9 + read.layers * 1e-3)
+    )
     assert decode_speed.tok_s(read, device, 10**6) < decode_speed.tok_s(read, device)
 
 
@@ -111,7 +132,9 @@ def test_the_bytes_for_a_speed_are_the_inverse_of_the_prediction() -> None:
     assert decode_speed.largest_bytes(read, DEVICES["gb10"], 1000.0) < 0
 
 
-def test_devices_have_a_name_a_rate_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_have_a_name_a_rate_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert decode_speed.find_device("GB10") is DEVICES["gb10"]
     rate = decode_speed.find_device("100:20")
     assert (rate.read_bytes_s, rate.layer_s) == pytest.approx((100e9, 20e-6))
@@ -128,7 +151,9 @@ def test_devices_have_a_name_a_rate_or_a_file(tmp_path: Path, monkeypatch: pytes
 def test_a_device_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     write(other, Device(name="NVIDIA B300", read_bytes_s=7e12, layer_s=2e-5))
-    with pytest.raises(UsageError, match="measured on another machine: NVIDIA B300, this is") as refused:
+    with pytest.raises(
+        UsageError, match="measured on another machine: NVIDIA B300, this is"
+    ) as refused:
         decode_speed.find_device(str(other))
     assert "--device 7000:20" in refused.value.hint, "the same rates can be given as numbers"
     other.write_text(json.dumps({"name": "x", "read_bytes_s": -1}))

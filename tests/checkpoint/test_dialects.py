@@ -50,7 +50,9 @@ def test_it_is_read_and_audited(sample):
     assert "lm_head" in settings.excluded
     assert (settings.kv_cache == "FP8") == name.endswith("kv8")
     linears = dialect.linears(folder)
-    unquantized = {n for n in LINEARS if n.startswith("self_attn")} if name.endswith("mlp_only") else set()
+    unquantized = (
+        {n for n in LINEARS if n.startswith("self_attn")} if name.endswith("mlp_only") else set()
+    )
     assert {n.removeprefix("model.layers.0.") for n in linears} == LINEARS - unquantized
 
 
@@ -67,16 +69,24 @@ def test_its_weights_are_those_of_the_format(sample):
         whole = folder.scalar(_whole(linear))
         whole = np.float32(1) / whole if name.startswith("compressed") else whole
         expected = E2M1[codes] * np.repeat(scale * whole, 16, axis=1)
-        np.testing.assert_allclose(linear.dequantize(folder).astype(np.float32), expected, rtol=2**-8)
+        np.testing.assert_allclose(
+            linear.dequantize(folder).astype(np.float32), expected, rtol=2**-8
+        )
 
 
 def _whole(linear) -> str:
-    return next(t for t in linear.tensors() if t.endswith(("weight_scale_2", "weight_global_scale")))
+    return next(
+        t for t in linear.tensors() if t.endswith(("weight_scale_2", "weight_global_scale"))
+    )
 
 
 def test_all_versions_of_modelopt_give_the_same_bytes():
     """From 0.37 to 0.47 only the list of excluded modules changed, and the cache's scales in 0.43."""
-    held = {n: json.loads((DIALECTS / f"{n}.json").read_text()) for n in SAMPLES if n.startswith("modelopt")}
+    held = {
+        n: json.loads((DIALECTS / f"{n}.json").read_text())
+        for n in SAMPLES
+        if n.startswith("modelopt")
+    }
     for recipe in ("nvfp4", "mlp_only", "fp8"):
         assert len({h["weights"] for n, h in held.items() if n.endswith(f"-{recipe}")}) == 1, recipe
     old = {h["weights"] for n, h in held.items() if n.endswith("kv8") and n < "modelopt-0.43"}
@@ -116,4 +126,8 @@ def test_settings_in_only_one_of_the_two_files(tmp_path):
     (legacy / "config.json").write_text(json.dumps(config))
     apart = modelopt.config(ModelFolder(legacy))
     for read in (inline, apart):
-        assert (read.algo, read.group, read.excluded) == (before.algo, before.group, before.excluded)
+        assert (read.algo, read.group, read.excluded) == (
+            before.algo,
+            before.group,
+            before.excluded,
+        )

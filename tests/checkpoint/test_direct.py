@@ -40,7 +40,9 @@ else:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return zoo.bf16(tmp_path_factory.mktemp("source") / "bf16", hidden_size=512, intermediate_size=2048)
+    return zoo.bf16(
+        tmp_path_factory.mktemp("source") / "bf16", hidden_size=512, intermediate_size=2048
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -66,7 +68,12 @@ def test_an_invalid_shard_size_is_refused(source, tmp_path, text):
 
 
 def test_sizes_are_parsed():
-    assert [direct.parse_size(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [7, 500_000_000, 1_500_000_000, 1 << 31]
+    assert [direct.parse_size(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [
+        7,
+        500_000_000,
+        1_500_000_000,
+        1 << 31,
+    ]
 
 
 def stop_after(n: int, monkeypatch, error: BaseException) -> None:
@@ -100,7 +107,9 @@ def test_a_rerun_resumes_after_the_last_complete_shard(source, tmp_path, monkeyp
     assert {f.name for f in tmp_path.iterdir()} == {"out", "undisturbed"}
 
 
-@pytest.mark.parametrize("change", [{"scale": "four_over_six"}, {"exclude": "layers.0"}, {"shard_size": "3MB"}])
+@pytest.mark.parametrize(
+    "change", [{"scale": "four_over_six"}, {"exclude": "layers.0"}, {"shard_size": "3MB"}]
+)
 def test_shards_of_other_settings_are_not_kept(source, tmp_path, monkeypatch, change):
     with monkeypatch.context() as patched:
         stop_after(2, patched, KeyboardInterrupt())
@@ -166,11 +175,25 @@ def test_force_never_replaces_what_is_read(source, tmp_path):
     rows = tmp_path / "data/rows.jsonl"
     rows.write_bytes(CALIBRATION.read_bytes())
     before = {f: f.read_bytes() for f in model.iterdir()}
-    for output in (model, tmp_path / "models", tmp_path / "link/../mine", model.parent / "x/../mine"):
-        with pytest.raises(UsageError, match=r"is the checkpoint itself|contains mine, which is read"):
+    for output in (
+        model,
+        tmp_path / "models",
+        tmp_path / "link/../mine",
+        model.parent / "x/../mine",
+    ):
+        with pytest.raises(
+            UsageError, match=r"is the checkpoint itself|contains mine, which is read"
+        ):
             aq.quantize.run("direct", model, output, force=True)
     with pytest.raises(UsageError, match=r"contains rows.jsonl, which is read"):
-        aq.quantize.run("direct", model, tmp_path / "data", calib_data=rows, force=True, allow_prompt_mismatch=True)
+        aq.quantize.run(
+            "direct",
+            model,
+            tmp_path / "data",
+            calib_data=rows,
+            force=True,
+            allow_prompt_mismatch=True,
+        )
     nvfp4 = tmp_path / "quantized/nvfp4"
     aq.quantize.run("direct", model, nvfp4)
     with pytest.raises(UsageError, match="contains nvfp4"):
@@ -183,7 +206,9 @@ def test_force_never_replaces_what_is_read(source, tmp_path):
 
 
 def test_a_full_disk_is_reported_before_writing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6)
+    )
     with pytest.raises(EnvironmentFault, match=r"GB to write and 0\.00 GB free"):
         aq.quantize.run("direct", source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -207,7 +232,9 @@ def test_input_scales_from_a_checkpoint_and_from_a_file(source, tmp_path):
     aq.quantize.run("direct", source, tmp_path / "out", input_scales=str(calibrated))
     assert aq.checkpoint.audit(tmp_path / "out", source=source).ok
     theirs, ours = zoo.read(calibrated), zoo.read(tmp_path / "out")
-    assert {n for n in ours if n.endswith("input_scale")} == {n for n in theirs if n.endswith("input_scale")}
+    assert {n for n in ours if n.endswith("input_scale")} == {
+        n for n in theirs if n.endswith("input_scale")
+    }
     assert ModelFolder(tmp_path / "out").config["quantization_config"]["quant_algo"] == "NVFP4"
     scales = {n.removesuffix(".input_scale"): 0.004 for n in ours if n.endswith("input_scale")}
     scales["model.layers.3.self_attn.k_proj"] = 0.006
@@ -243,7 +270,9 @@ def test_invalid_input_scales_are_refused(source, tmp_path, content, error):
 
 def start(how: str, source: Path, output: Path) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    return subprocess.Popen([sys.executable, "-c", RUN, how, source, output], env=env, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, how, source, output], env=env, stderr=subprocess.PIPE
+    )
 
 
 def finish(how: str, source: Path, output: Path) -> float:
@@ -292,7 +321,9 @@ def start_cluster(nodes: int) -> tuple[object, list]:
     pytest.importorskip("ray", reason="the ray extra is not installed")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     return cluster, [cluster.add_node(num_cpus=1) for _ in range(nodes)]
 
 
@@ -328,7 +359,9 @@ def test_shards_on_a_cluster_with_a_killed_worker(source, tmp_path, ray_cluster)
     cluster, nodes = ray_cluster
     aq.quantize.run("direct", source, tmp_path / "alone", shard_size="1MB")
     report = after(2, lambda: cluster.remove_node(nodes[0], allow_graceful=False))
-    aq.quantize.run("direct", source, tmp_path / "out", shard_size="1MB", ray=cluster.address, report=report)
+    aq.quantize.run(
+        "direct", source, tmp_path / "out", shard_size="1MB", ray=cluster.address, report=report
+    )
     assert files(tmp_path / "out") == files(tmp_path / "alone")
     assert {f.name for f in tmp_path.iterdir()} == {"out", "alone"}
 
@@ -344,5 +377,8 @@ def test_the_resume_key_has_what_changes_the_bytes(source, tmp_path):
     """Every setting that changes the bytes is in the key; the cluster is not."""
     job = Job(source, tmp_path, options=direct.DirectOptions(shard_size="1GB"))
     base = direct.resume_key(job)
-    assert direct.resume_key(replace(job, options=direct.DirectOptions(shard_size="1GB", ray="local"))) == base
+    assert (
+        direct.resume_key(replace(job, options=direct.DirectOptions(shard_size="1GB", ray="local")))
+        == base
+    )
     assert direct.resume_key(replace(job, scale="sweep")) != base

@@ -13,7 +13,11 @@ from annie_quant.checkpoint.inspection import export_notes
 def sound(tmp_path_factory):
     root = tmp_path_factory.mktemp("zoo")
     source = zoo.bf16(root / "bf16")
-    return {"bf16": source, "other": zoo.bf16(root / "other", seed=7), "nvfp4": zoo.nvfp4(root / "nvfp4", source)}
+    return {
+        "bf16": source,
+        "other": zoo.bf16(root / "other", seed=7),
+        "nvfp4": zoo.nvfp4(root / "nvfp4", source),
+    }
 
 
 def test_a_sound_checkpoint_has_no_notes(sound):
@@ -35,7 +39,9 @@ def test_a_fine_tune_of_the_same_base_is_not_the_source(sound, tmp_path):
     def change(t, c):
         for name, value in t.items():
             if value.ndim == 2:
-                noise = rng.standard_normal(value.shape) * 0.3 * float(np.std(value.astype(np.float32)))
+                noise = (
+                    rng.standard_normal(value.shape) * 0.3 * float(np.std(value.astype(np.float32)))
+                )
                 t[name] = (value.astype(np.float32) + noise).astype(value.dtype)
 
     other = zoo.spoil(sound["bf16"], tmp_path / "tuned", change)
@@ -61,7 +67,11 @@ def test_a_close_fine_tune_is_not_the_source(sound, tmp_path, others):
     def change(t, c):
         for name, value in t.items():
             if value.ndim == 2 and "layers." in name:
-                noise = rng.standard_normal(value.shape) * 0.03 * float(np.std(value.astype(np.float32)))
+                noise = (
+                    rng.standard_normal(value.shape)
+                    * 0.03
+                    * float(np.std(value.astype(np.float32)))
+                )
                 t[name] = (value.astype(np.float32) + noise).astype(value.dtype)
 
     notes = export_notes(checkpoint, zoo.spoil(source, tmp_path / "close", change))

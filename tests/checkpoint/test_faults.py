@@ -53,12 +53,20 @@ def test_lists_of_mixed_precision(checkpoints, tmp_path, fault):
     assert repair(bad, None if code == "not_listed" else checkpoints[0]).remaining == []
 
 
-@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.qkv_proj", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz"]
+)
 def test_an_ignore_list_against_fused_names(checkpoints, tmp_path, name):
     """Servers look a fused matrix up by its parts, so an entry with the fused name excludes nothing."""
     entry = f"model.layers.3.{name}"
-    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].append(entry))
-    assert ("excluded_fused_name", entry) in {(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings}
+    bad = zoo.spoil(
+        checkpoints[1],
+        tmp_path / "bad",
+        lambda t, c: c["quantization_config"]["ignore"].append(entry),
+    )
+    assert ("excluded_fused_name", entry) in {
+        (f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings
+    }
     assert repair(bad).remaining == []
 
 
@@ -85,7 +93,9 @@ def test_rows_that_are_not_whole_ggml_blocks_are_sound(checkpoints, tmp_path):
 
 
 def test_a_weight_of_another_shape_than_the_source(checkpoints, tmp_path):
-    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", narrow(96)), source=checkpoints[0])
+    audit = aq.checkpoint.audit(
+        zoo.spoil(checkpoints[1], tmp_path / "x", narrow(96)), source=checkpoints[0]
+    )
     assert [(f.code, f.tensor) for f in audit.findings] == [("source_shape", DOWN)]
     assert repair(tmp_path / "x", checkpoints[0]).remaining == []
 
@@ -105,19 +115,26 @@ def test_a_module_that_the_source_does_not_have(checkpoints, tmp_path):
         for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             t[f"{extra}.{suffix}"] = t[f"{DOWN}.{suffix}"]
 
-    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", change), source=checkpoints[0])
+    audit = aq.checkpoint.audit(
+        zoo.spoil(checkpoints[1], tmp_path / "x", change), source=checkpoints[0]
+    )
     assert ("not_in_source", extra) in {(f.code, f.tensor) for f in audit.findings}
 
 
 def test_a_source_of_another_size_is_named(checkpoints, tmp_path):
     """A wrong --source or --reference is a common mistake: no shape of it fits."""
     other = zoo.bf16(tmp_path / "other", hidden_size=128, intermediate_size=256)
-    findings = {(f.code, f.tensor) for f in aq.checkpoint.audit(checkpoints[1], source=other).findings}
+    findings = {
+        (f.code, f.tensor) for f in aq.checkpoint.audit(checkpoints[1], source=other).findings
+    }
     assert {("source_shape", DOWN), ("source_shape", "model.norm.weight")} <= findings
-    assert ("source_shape", "model.layers.0.linear_attn.dt_bias") not in findings, "its shape is the source's"
+    assert ("source_shape", "model.layers.0.linear_attn.dt_bias") not in findings, (
+        "its shape is the source's"
+    )
     for form in (checkpoints[0], checkpoints[1]):
         with pytest.raises(
-            CheckpointError, match=r"model\.embed_tokens\.weight: \[1536, 256\] in .*, \[1536, 128\] in"
+            CheckpointError,
+            match=r"model\.embed_tokens\.weight: \[1536, 256\] in .*, \[1536, 128\] in",
         ) as caught:
             compare(other, {"form": form})
         assert "of one model" in caught.value.hint
@@ -125,7 +142,9 @@ def test_a_source_of_another_size_is_named(checkpoints, tmp_path):
 
 def test_settings_of_an_unquantized_checkpoint(checkpoints, tmp_path):
     config = ModelFolder(checkpoints[1]).config["quantization_config"]
-    bad = zoo.spoil(checkpoints[0], tmp_path / "x", lambda t, c: c.update(quantization_config=config))
+    bad = zoo.spoil(
+        checkpoints[0], tmp_path / "x", lambda t, c: c.update(quantization_config=config)
+    )
     assert [f.code for f in aq.checkpoint.audit(bad).findings] == ["nothing_quantized"]
 
 
@@ -184,6 +203,12 @@ def test_every_code_has_a_test():
         ]
     )
     # raised where a GGUF file is written, and tested there by their messages
-    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}
+    elsewhere = {
+        "vocab_size",
+        "tokenizer_missing",
+        "tokenizer_unknown",
+        "index_mismatch",
+        "shard_unreadable",
+    }
     assert len(codes) > 30
     assert sorted(n for n in codes - elsewhere if f'"{n}"' not in tests) == []

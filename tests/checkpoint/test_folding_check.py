@@ -93,12 +93,16 @@ def fold(weights: Weights, spread: float, exact: bool = True) -> dict[str, np.nd
     r = folded[VALUES] = scales(KV * HEAD, spread, 3)
     weights[f"{VALUES}.weight"] = weights[f"{VALUES}.weight"] / r[:, None]
     weights[f"{VALUES}.bias"] = weights[f"{VALUES}.bias"] / r
-    per_query = np.repeat(r.reshape(KV, HEAD), HEADS // KV, axis=0).reshape(-1)  # a value head serves its query heads
+    per_query = np.repeat(r.reshape(KV, HEAD), HEADS // KV, axis=0).reshape(
+        -1
+    )  # a value head serves its query heads
     weights[f"{OUTPUT}.weight"] = weights[f"{OUTPUT}.weight"] * per_query
     return folded
 
 
-def export(folder: Path, source: Path, change: Callable[[Weights], object], rule: str = "amax") -> Path:
+def export(
+    folder: Path, source: Path, change: Callable[[Weights], object], rule: str = "amax"
+) -> Path:
     """Write an NVFP4 checkpoint of the source's weights after `change`."""
     weights = {n: t.astype(np.float64) for n, t in zoo.read(source).items()}
     change(weights)
@@ -109,19 +113,25 @@ def export(folder: Path, source: Path, change: Callable[[Weights], object], rule
         group = next((r for r in (*READERS.values(),) if m.endswith(r)), ())
         same = [f"{m.rpartition('.layers.')[0]}.layers.{m.split('.')[2]}.{g}" for g in group] or [m]
         top = nvfp4.tensor_scale(max(amax[x] for x in same), scale=rule)
-        t = nvfp4.pack(weights[f"{m}.weight"].astype(np.float32), tensor_scale=float(top), scale=rule)
+        t = nvfp4.pack(
+            weights[f"{m}.weight"].astype(np.float32), tensor_scale=float(top), scale=rule
+        )
         out |= {f"{m}.weight": np.asarray(t.codes), f"{m}.weight_scale": np.asarray(t.block_scale)}
         out[f"{m}.weight_scale_2"] = np.array(t.tensor_scale, np.float32)
     out |= {n: t.astype(BF16) for n, t in weights.items() if n not in out}
     zoo.save(folder, out, CONFIG)
-    writer.write_settings(folder, CONFIG, modelopt.settings(dict.fromkeys(modules, "w4a16"), [], 16))
+    writer.write_settings(
+        folder, CONFIG, modelopt.settings(dict.fromkeys(modules, "w4a16"), [], 16)
+    )
     return folder
 
 
 @pytest.mark.parametrize("rule", ["amax", "four_over_six", "sweep"])
 @pytest.mark.parametrize("spread", [0.02, 0.2, 0.7, 1.0])
 @pytest.mark.parametrize("exact", [True, False])
-def test_no_sound_fold_is_refused(source: Path, tmp_path: Path, rule: str, spread: float, exact: bool) -> None:
+def test_no_sound_fold_is_refused(
+    source: Path, tmp_path: Path, rule: str, spread: float, exact: bool
+) -> None:
     folder = export(tmp_path / "out", source, lambda w: fold(w, spread, exact), rule)
     findings = checkpoint.audit(folder, source=source).findings
     assert not findings, findings
@@ -216,7 +226,9 @@ def test_one_channel_of_a_norm_that_is_off_by_two_is_reported(
     for channel in np.argsort(gains)[:: HIDDEN // 15]:
         wrong = tensors[name].astype(np.float64)
         wrong[channel] *= factor
-        folder = zoo.save(tmp_path / "wrong", tensors | {name: wrong.astype(BF16)}, zoo_config(sound))
+        folder = zoo.save(
+            tmp_path / "wrong", tensors | {name: wrong.astype(BF16)}, zoo_config(sound)
+        )
         if (("fold_mismatch", name)) not in {
             (f.code, f.tensor) for f in checkpoint.audit(folder, source=source).findings
         }:
@@ -244,7 +256,9 @@ def test_repair_keeps_every_byte_of_a_sound_fold(source: Path, tmp_path: Path) -
     assert not any("again" in action or "taken" in action for action in actions)
 
 
-def test_repair_packs_a_wrong_fold_s_layer_again_and_keeps_the_other(source: Path, tmp_path: Path) -> None:
+def test_repair_packs_a_wrong_fold_s_layer_again_and_keeps_the_other(
+    source: Path, tmp_path: Path
+) -> None:
     folder = export(tmp_path / "out", source, lambda w: norm_twice(w, fold(w, 0.5)))
     before, plain, (after, actions) = zoo.read(folder), zoo.read(source), repaired(folder, source)
     assert sum("quantized again" in action for action in actions) == 7
@@ -255,12 +269,16 @@ def test_repair_packs_a_wrong_fold_s_layer_again_and_keeps_the_other(source: Pat
             assert tensor.tobytes() == plain[name].tobytes(), name
 
 
-def test_a_faulty_linear_of_a_sound_fold_takes_its_layer_with_it(source: Path, tmp_path: Path) -> None:
+def test_a_faulty_linear_of_a_sound_fold_takes_its_layer_with_it(
+    source: Path, tmp_path: Path
+) -> None:
     folder = export(tmp_path / "out", source, lambda w: fold(w, 0.5))
     tensors = zoo.read(folder)
     tensors[f"{UP}.weight_scale"].view(np.uint8)[0, 0] = 0x7F
     zoo.save(folder, tensors, checkpoint.ModelFolder(folder).config)
     after, plain = repaired(folder, source)[0], zoo.read(source)
     for norm in READERS:
-        assert after[f"{LAYER}.{norm}.weight"].tobytes() == plain[f"{LAYER}.{norm}.weight"].tobytes()
+        assert (
+            after[f"{LAYER}.{norm}.weight"].tobytes() == plain[f"{LAYER}.{norm}.weight"].tobytes()
+        )
     assert checkpoint.audit(folder.with_name("out-repaired"), source=source).ok

@@ -14,7 +14,13 @@ import pytest
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, dialects
 
-WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "block_structure": [128, 128]}
+WEIGHTS = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "block",
+    "symmetric": True,
+    "block_structure": [128, 128],
+}
 ACTIVATIONS = {
     "num_bits": 8,
     "type": "float",
@@ -27,10 +33,21 @@ ACTIVATIONS = {
 
 def rewrite(folder: Path, output: Path, weights: dict[str, Any] = WEIGHTS) -> Path:
     """Write a folder in Qwen's block FP8 with the names and settings of llm-compressor."""
-    tensors = {n.replace("weight_scale_inv", "weight_scale"): t for n, t in zoo.read(folder).items()}
+    tensors = {
+        n.replace("weight_scale_inv", "weight_scale"): t for n, t in zoo.read(folder).items()
+    }
     config = json.loads((folder / "config.json").read_text())
-    ignore = [n.removesuffix(".weight") for n in tensors if n.endswith(".weight") and f"{n}_scale" not in tensors]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": ACTIVATIONS, "format": "float-quantized"}
+    ignore = [
+        n.removesuffix(".weight")
+        for n in tensors
+        if n.endswith(".weight") and f"{n}_scale" not in tensors
+    ]
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": ACTIVATIONS,
+        "format": "float-quantized",
+    }
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
@@ -51,7 +68,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return block, rewrite(block, home / "scheme")
 
 
-def test_it_is_read_audited_and_converted_as_the_other_layout(both: tuple[Path, Path], tmp_path: Path) -> None:
+def test_it_is_read_audited_and_converted_as_the_other_layout(
+    both: tuple[Path, Path], tmp_path: Path
+) -> None:
     scheme = both[1]
     first, second = (dialects.linears(ModelFolder(f)) for f in both)
     assert first.keys() == second.keys() and {x.block for x in second.values()} == {(128, 128)}
@@ -73,15 +92,17 @@ def test_faults_are_named(both: tuple[Path, Path], tmp_path: Path) -> None:
     assert "fp8_scale_missing" in {f.code for f in aq.checkpoint.audit(folder).findings}
     folder = rewrite(both[0], tmp_path / "bad")
     tensors = zoo.read(folder)
-    tensors[name] = np.where(np.arange(tensors[name].size).reshape(tensors[name].shape) == 0, -1, tensors[name]).astype(
-        tensors[name].dtype
-    )
+    tensors[name] = np.where(
+        np.arange(tensors[name].size).reshape(tensors[name].shape) == 0, -1, tensors[name]
+    ).astype(tensors[name].dtype)
     change(folder, tensors)
     assert "fp8_scale_bad" in {f.code for f in aq.checkpoint.audit(folder).findings}
 
 
 def test_the_runtime_computes_the_same_logits(both: tuple[Path, Path]) -> None:
-    torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+    torch = pytest.importorskip(
+        "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+    )
     import annie_quant.offline
 
     ids = torch.arange(5, 21)[None]

@@ -33,10 +33,16 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
     for k in ("gate_proj", "up_proj"):
         p = f"model.layers.0.mlp.{k}."
         tensors |= {
-            p + ("weight_packed" if ct else "weight"): rng.integers(1, 255, (8, 32), dtype=np.uint8),
+            p + ("weight_packed" if ct else "weight"): rng.integers(
+                1, 255, (8, 32), dtype=np.uint8
+            ),
             p + "weight_scale": np.ones((8, 4), ml_dtypes.float8_e4m3fn),
-            p + ("weight_global_scale" if ct else "weight_scale_2"): np.array([50.0] if ct else 0.02, np.float32),
-            p + ("input_global_scale" if ct else "input_scale"): np.array([50.0] if ct else 0.02, np.float32),
+            p + ("weight_global_scale" if ct else "weight_scale_2"): np.array(
+                [50.0] if ct else 0.02, np.float32
+            ),
+            p + ("input_global_scale" if ct else "input_scale"): np.array(
+                [50.0] if ct else 0.02, np.float32
+            ),
         }
     write(folder, [planned(n, t) for n, t in tensors.items()])
     formats = {f"model.layers.0.mlp.{k}": "nvfp4" for k in ("gate_proj", "up_proj")}
@@ -82,7 +88,8 @@ def test_audit_takes_any_configuration(tmp_path, dialect):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"quantization_config": []}', b"[" * 100_000]
+    "content",
+    [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"quantization_config": []}', b"[" * 100_000],
 )
 def test_broken_config_files_are_findings(tmp_path, content):
     config, _ = small(tmp_path, modelopt)
@@ -105,7 +112,12 @@ def test_a_mutated_gguf_is_read_or_refused(tmp_path):
     out.add_array("some.array", ["a", "b", "c"])
     out.add_tensor("a.weight", np.arange(64, dtype=np.float32).reshape(2, 32))
     out.add_tensor("b.weight", np.arange(32, dtype=np.float32))
-    for step in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
+    for step in (
+        out.write_header_to_file,
+        out.write_kv_data_to_file,
+        out.write_tensors_to_file,
+        out.close,
+    ):
         step()
     whole = path.read_bytes()
     assert set(open_gguf(path)) == {"a.weight", "b.weight"}
@@ -118,7 +130,9 @@ def test_a_mutated_gguf_is_read_or_refused(tmp_path):
             if rng.random() < 0.5:
                 raw[at] = rng.randrange(256)
             else:
-                raw[at : at + 8] = rng.choice([0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1]).to_bytes(8, "little")
+                raw[at : at + 8] = rng.choice(
+                    [0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1]
+                ).to_bytes(8, "little")
         if rng.random() < 0.2:
             del raw[rng.randrange(len(raw)) :]
         path.write_bytes(raw)
@@ -136,7 +150,9 @@ def test_any_index_is_read_or_refused(tmp_path):
     """Mutated index files over three shards: every tensor is in the folder, or one ShardError; nothing is read outside."""
     tensors = {f"t{i}": np.full(4, i, np.float32) for i in range(6)}
     write(tmp_path / "m", [planned(n, t) for n, t in tensors.items()], 32)
-    (tmp_path / "outside.safetensors").write_bytes(next((tmp_path / "m").glob("*.safetensors")).read_bytes())
+    (tmp_path / "outside.safetensors").write_bytes(
+        next((tmp_path / "m").glob("*.safetensors")).read_bytes()
+    )
     index = json.loads((tmp_path / "m" / INDEX).read_text())
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     wild = [*names, "../outside.safetensors", str(tmp_path / "outside.safetensors"), ".", "..", "", "\0", "a/b", "x" * 300,

@@ -43,7 +43,9 @@ def changed(folder, tmp_path, **fields):
         (target / file.name).hardlink_to(file)
     config = json.loads((folder / "config.json").read_text()) | fields
     (target / "config.json").unlink()
-    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (target / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
     return target
 
 
@@ -86,7 +88,10 @@ def test_a_byte_level_tokenizer_with_byte_fallback_is_not_a_sentencepiece_model(
     """As transformers reads SmolLM2 from GGUF: tokens spell bytes, and llama.cpp looks for <0x..> in a SentencePiece model."""
     from annie_quant.checkpoint.gguf import vocabulary
 
-    steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True}]
+    steps = [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "use_regex": True},
+    ]
     content = {
         "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "byte_fallback": True},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},

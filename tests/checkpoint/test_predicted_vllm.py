@@ -19,20 +19,27 @@ import predicted_vllm  # noqa: E402
 
 def test_bytes_of_a_shape_are_those_of_a_stored_model_without_its_norms() -> None:
     stored = bytes_per_token(ModelFolder(TINY))
-    computed = predicted_vllm.shape_weights(json.loads((TINY / "config.json").read_text()), 2.0, 2.0)
+    computed = predicted_vllm.shape_weights(
+        json.loads((TINY / "config.json").read_text()), 2.0, 2.0
+    )
     assert computed == pytest.approx(stored, rel=1e-3) and computed < stored
     assert predicted_vllm.model_bytes("bf16", TINY).weights == stored
 
 
 def test_an_nvfp4_head_and_nvfp4_layers_have_fewer_bytes() -> None:
-    sizes = [predicted_vllm.shape_bytes(e, "9b", {}, TINY).weights for e in ("bf16", "ours", "ours-head")]
+    sizes = [
+        predicted_vllm.shape_bytes(e, "9b", {}, TINY).weights for e in ("bf16", "ours", "ours-head")
+    ]
     head = 248320 * 4096
     assert sizes[1] - sizes[2] == pytest.approx(head * (2 - 9 / 16))
     assert sizes[0] / sizes[1] > 2.5
 
 
 def test_a_token_reads_only_the_chosen_experts() -> None:
-    few, many = (predicted_vllm.shape_bytes("ours", "35b-a3b", {"num_experts_per_tok": n}, TINY) for n in (8, 16))
+    few, many = (
+        predicted_vllm.shape_bytes("ours", "35b-a3b", {"num_experts_per_tok": n}, TINY)
+        for n in (8, 16)
+    )
     assert many.weights - few.weights == pytest.approx(40 * 8 * 3 * 2048 * 512 * 9 / 16)
 
 
@@ -41,7 +48,10 @@ def test_the_table_has_the_least_round(
 ) -> None:
     row = {"engine": "ours", "job": "decode", "streams": 1, "prompt": 128, "tokens": 128}
     rows = [{**row, "round": i, "tpot_ms": t} for i, t in enumerate((3.0, 2.5, 2.75))]
-    rows += [{**row, "round": -1, "tpot_ms": 1.0}, {**row, "round": 3, "streams": 64, "tpot_ms": 1.0}]
+    rows += [
+        {**row, "round": -1, "tpot_ms": 1.0},
+        {**row, "round": 3, "streams": 64, "tpot_ms": 1.0},
+    ]
     rows += [{"engine": "ours", "job": "start", "ready_s": 1.0}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     monkeypatch.setattr(sys, "argv", ["predicted_vllm.py", str(tmp_path), "--device", "4000:10"])

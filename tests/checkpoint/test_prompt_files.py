@@ -96,14 +96,20 @@ FAULTS = {
 HARMLESS = {
     "the same bytes": lambda folder: None,
     "other white space": tokenizer(lambda d: None),
-    "merges as text": tokenizer(lambda d: d["model"].update(merges=[" ".join(m) for m in d["model"]["merges"]])),
-    "fields that state nothing": tokenizer(lambda d: d["pre_tokenizer"].update(extra=None, more=False)),
+    "merges as text": tokenizer(
+        lambda d: d["model"].update(merges=[" ".join(m) for m in d["model"]["merges"]])
+    ),
+    "fields that state nothing": tokenizer(
+        lambda d: d["pre_tokenizer"].update(extra=None, more=False)
+    ),
     "a comment in the template": template("{# written again #}" + ORIGINAL),
     "the template in tokenizer_config.json": lambda folder: (
         change(folder / "tokenizer_config.json", lambda d: d.update(chat_template=ORIGINAL)),
         (folder / "chat_template.jinja").unlink(),
     ),
-    "defaults that are written out": settings(temperature=1.0, top_p=1, top_k=50, repetition_penalty=1.0),
+    "defaults that are written out": settings(
+        temperature=1.0, top_p=1, top_k=50, repetition_penalty=1.0
+    ),
     "end tokens in another order": settings(eos_token_id=[1527, 1529]),
     "another version": settings(transformers_version="4.0"),
     "no tokenizer at all": lambda folder: [(folder / name).unlink() for name in zoo.TOKENIZER],
@@ -120,7 +126,9 @@ def changed(sound, folder, edit) -> Path:
 def test_a_fault_is_named(sound, tmp_path, name):
     edit, code, words = FAULTS[name]
     findings = audit(changed(sound, tmp_path / "x", edit), source=sound[1]).findings
-    assert {f.code for f in findings} == {code} and any(words in f.message for f in findings), findings
+    assert {f.code for f in findings} == {code} and any(words in f.message for f in findings), (
+        findings
+    )
     assert all(f.message.isprintable() and len(f.message) < 300 for f in findings)
 
 
@@ -142,6 +150,9 @@ def test_the_hashes_are_of_the_content(sound, tmp_path):
         ("temperature 5", "generation_config"),
     ):
         after = prompt_files.model_files(changed(sound, tmp_path / field, FAULTS[name][0]))
-        assert [f for f in before.__struct_fields__ if getattr(before, f) != getattr(after, f)] == ["sha256", field]
+        assert [f for f in before.__struct_fields__ if getattr(before, f) != getattr(after, f)] == [
+            "sha256",
+            field,
+        ]
     moved = changed(sound, tmp_path / "moved", HARMLESS["the template in tokenizer_config.json"])
     assert prompt_files.model_files(moved).chat_template == before.chat_template

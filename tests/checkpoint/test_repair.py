@@ -43,7 +43,10 @@ def test_every_fault_is_repaired_from_the_source(checkpoints, tmp_path, fault):
         before = {n.replace("model.", "model.language_model.", 1): t for n, t in before.items()}
     if fault == "q and v input scales":
         assert "largest" in result.actions[0]
-        before |= {f"model.layers.3.self_attn.{k}_proj.input_scale": np.array(0.005, np.float32) for k in "qkv"}
+        before |= {
+            f"model.layers.3.self_attn.{k}_proj.input_scale": np.array(0.005, np.float32)
+            for k in "qkv"
+        }
     assert {n: t.tobytes() for n, t in after.items()} == {n: t.tobytes() for n, t in before.items()}
     assert not list(bad.glob("*repaired*"))
 
@@ -81,17 +84,29 @@ def test_names_for_old_runtimes_and_back(checkpoints, tmp_path):
     """Classes, the tensors' prefix and the multimodal configuration; converting back gives the same files."""
     source, sound = checkpoints
     new = shutil.copytree(sound, tmp_path / "new")
-    (new / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend", "kept": 1}))
-    (new / "processor_config.json").write_text(
-        json.dumps({"processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"})
+    (new / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "TokenizersBackend", "kept": 1})
     )
-    assert any("4.57: no, model_type 'qwen3_5_text'" in line for line in aq.checkpoint.audit(new).summary.loads)
+    (new / "processor_config.json").write_text(
+        json.dumps(
+            {"processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"}
+        )
+    )
+    assert any(
+        "4.57: no, model_type 'qwen3_5_text'" in line
+        for line in aq.checkpoint.audit(new).summary.loads
+    )
     done = repair(new, source, tmp_path / "old", names="old")
     old = tmp_path / "old"
     assert done.remaining == [] and len(done.actions) >= 8
     config = small(old, "config.json")
-    assert config["model_type"] == "qwen3_5" and config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
-    assert config["text_config"]["model_type"] == "qwen3_5_text" and config["text_config"]["hidden_size"] == 256
+    assert config["model_type"] == "qwen3_5" and config["architectures"] == [
+        "Qwen3_5ForConditionalGeneration"
+    ]
+    assert (
+        config["text_config"]["model_type"] == "qwen3_5_text"
+        and config["text_config"]["hidden_size"] == 256
+    )
     assert small(old, "tokenizer_config.json") == {"tokenizer_class": "Qwen2Tokenizer", "kept": 1}
     assert small(old, "processor_config.json") == {
         "processor_class": "Qwen2VLProcessor",
@@ -100,14 +115,21 @@ def test_names_for_old_runtimes_and_back(checkpoints, tmp_path):
     stub = small(old, "preprocessor_config.json")
     assert stub["image_processor_type"] == "Qwen2VLImageProcessor" and stub["patch_size"] == 16
     names = set(zoo.read(old))
-    assert "model.language_model.layers.0.mlp.gate_proj.weight" in names and "lm_head.weight" in names
+    assert (
+        "model.language_model.layers.0.mlp.gate_proj.weight" in names and "lm_head.weight" in names
+    )
     assert not any(n.startswith("model.layers") for n in names)
     assert "4.57: yes" in " ".join(aq.checkpoint.audit(old).summary.loads)
     back = repair(old, source, tmp_path / "back", names="new")
     assert back.remaining == []
     a, b = zoo.read(new), zoo.read(tmp_path / "back")
     assert {n: t.tobytes() for n, t in a.items()} == {n: t.tobytes() for n, t in b.items()}
-    for file in ("config.json", "hf_quant_config.json", "tokenizer_config.json", "processor_config.json"):
+    for file in (
+        "config.json",
+        "hf_quant_config.json",
+        "tokenizer_config.json",
+        "processor_config.json",
+    ):
         assert small(tmp_path / "back", file) == small(new, file), file
 
 
@@ -126,7 +148,9 @@ def test_a_checkpoint_with_vision_keeps_the_multimodal_form(checkpoints, tmp_pat
 
 def test_the_source_s_own_processor_is_used(checkpoints, tmp_path):
     source = shutil.copytree(checkpoints[0], tmp_path / "source")
-    (source / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast", "mine": 7}')
+    (source / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "Qwen2VLImageProcessorFast", "mine": 7}'
+    )
     done = repair(checkpoints[1], source, tmp_path / "old", names="old")
     assert done.remaining == []
     preprocessor = small(tmp_path / "old", "preprocessor_config.json")
@@ -143,7 +167,11 @@ def test_both_forms_load_in_transformers(checkpoints, tmp_path, names):
     config = transformers.AutoConfig.from_pretrained(done.path)
     text = config.get_text_config()
     assert config.model_type == {"old": "qwen3_5", "new": "qwen3_5_text"}[names]
-    assert (text.hidden_size, text.num_hidden_layers, text.layer_types) == (256, 4, zoo.CONFIG["layer_types"])
+    assert (text.hidden_size, text.num_hidden_layers, text.layer_types) == (
+        256,
+        4,
+        zoo.CONFIG["layer_types"],
+    )
     assert text.linear_num_value_heads == 4 and text.vocab_size == 1536
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
@@ -184,10 +212,15 @@ def test_a_group_of_32_is_kept(checkpoints, tmp_path):
             module = name.removesuffix(".weight_scale")
             scale = float(t[f"{module}.weight_scale_2"])
             packed = nvfp4.pack(plain[f"{module}.weight"], tensor_scale=scale, group=32)
-            t[f"{module}.weight"], t[name] = np.asarray(packed.codes), np.asarray(packed.block_scale)
+            t[f"{module}.weight"], t[name] = (
+                np.asarray(packed.codes),
+                np.asarray(packed.block_scale),
+            )
             t.pop(f"{module}.input_scale")
         c["quantization_config"] = modelopt.settings(
-            {n[:-13]: "w4a16" for n in t if n.endswith(".weight_scale")}, c["quantization_config"]["ignore"], 32
+            {n[:-13]: "w4a16" for n in t if n.endswith(".weight_scale")},
+            c["quantization_config"]["ignore"],
+            32,
         ).quantization_config
 
     folder = zoo.spoil(checkpoints[1], tmp_path / "wide", wide)

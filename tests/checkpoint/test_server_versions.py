@@ -39,7 +39,9 @@ def since(path: Path) -> dict[str, str | None]:
 
 def mixed(path: Path, algorithm: str) -> dict[str, Any]:
     linears = list(dialects.linears(ModelFolder(path)))
-    layers = {name: {"quant_algo": "NVFP4"} for name in linears[1:]} | {linears[0]: {"quant_algo": algorithm}}
+    layers = {name: {"quant_algo": "NVFP4"} for name in linears[1:]} | {
+        linears[0]: {"quant_algo": algorithm}
+    }
     return {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
@@ -62,7 +64,10 @@ def test_the_class_decides_where_the_format_is_old(folder: Path, tmp_path: Path)
     ],
 )
 def test_the_formats_decide(
-    folder: Path, tmp_path: Path, quantization: dict[str, Any] | str, expected: tuple[str, str | None]
+    folder: Path,
+    tmp_path: Path,
+    quantization: dict[str, Any] | str,
+    expected: tuple[str, str | None],
 ) -> None:
     settings = mixed(folder, quantization) if isinstance(quantization, str) else quantization
     found = since(variant(folder, tmp_path / "copy", settings, architectures=VISION))
@@ -71,9 +76,13 @@ def test_the_formats_decide(
 
 def test_what_was_not_read_is_not_claimed(folder: Path, tmp_path: Path) -> None:
     found = loader_support.versions(
-        dialects.read(ModelFolder(variant(folder, tmp_path / "copy", {}, architectures=["NewForCausalLM"])))
+        dialects.read(
+            ModelFolder(variant(folder, tmp_path / "copy", {}, architectures=["NewForCausalLM"]))
+        )
     )
-    assert [v.since for v in found] == ["", "", "b8672"] and "NewForCausalLM was not read" in str(found[0])
+    assert [v.since for v in found] == ["", "", "b8672"] and "NewForCausalLM was not read" in str(
+        found[0]
+    )
 
 
 def test_a_server_that_cannot_load_the_plan_is_one_error_that_names_those_that_can(
@@ -103,5 +112,6 @@ def test_every_row_has_a_version_that_was_read_and_a_source() -> None:
         assert known.features and "2026-" in known.read, server
         for name, row in known.features.items():
             assert row.source and (
-                row.since is None or loader_support.version_key(row.since) <= loader_support.version_key(known.newest)
+                row.since is None
+                or loader_support.version_key(row.since) <= loader_support.version_key(known.newest)
             ), name

@@ -63,10 +63,16 @@ def test_the_safetensors_library_reads_ours_and_we_read_its(tmp_path):
         for name, array in out.items():
             theirs = opened.get_tensor(name)
             assert list(theirs.shape) == list(array.shape)
-            assert theirs.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
+            assert (
+                theirs.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                == array.tobytes()
+            )
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    save_file({"x": torch.arange(6).reshape(2, 3).to(torch.bfloat16), "y": torch.ones(1)}, theirs / "model.safetensors")
+    save_file(
+        {"x": torch.arange(6).reshape(2, 3).to(torch.bfloat16), "y": torch.ones(1)},
+        theirs / "model.safetensors",
+    )
     assert ModelFolder(theirs).tensor("x").astype(np.float32).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -111,7 +117,9 @@ def test_an_invalid_header_is_refused(tmp_path, fault):
     with pytest.raises(ShardError) as caught:
         ModelFolder(tmp_path)
     assert (
-        caught.value.code == code and "\n" not in caught.value.message and "model.safetensors" in caught.value.message
+        caught.value.code == code
+        and "\n" not in caught.value.message
+        and "model.safetensors" in caught.value.message
     )
 
 
@@ -138,7 +146,9 @@ def test_another_file_format_is_refused(tmp_path, content, code):
 def test_a_truncated_shard_is_reported(tmp_path):
     file, raw = one(tmp_path)
     file.write_bytes(raw[:-1])
-    with pytest.raises(CheckpointError, match=r"model.safetensors: truncated: the header describes \d+ bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: truncated: the header describes \d+ bytes"
+    ):
         ModelFolder(tmp_path)
 
 
@@ -159,7 +169,9 @@ def test_missing_shards_and_folders_are_reported(tmp_path):
         ModelFolder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "a\0b"]
+)
 def test_an_index_with_a_path_in_it_is_refused(tmp_path, name):
     one(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
@@ -183,7 +195,16 @@ def test_a_link_out_of_the_folder_is_refused_and_a_hub_cache_is_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "{", "\xff"]
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {}}',
+        "{",
+        "\xff",
+    ],
 )
 def test_a_broken_index_is_refused(tmp_path, content):
     one(tmp_path)
@@ -194,7 +215,9 @@ def test_a_broken_index_is_refused(tmp_path, content):
 
 def test_an_index_with_a_missing_tensor_is_refused(tmp_path):
     one(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "zz": "model.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "zz": "model.safetensors"}})
+    )
     with pytest.raises(ShardError, match=r"lists zz in model.safetensors, which does not have it"):
         ModelFolder(tmp_path)
 
@@ -253,7 +276,10 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
             assert "\n" not in error.message and len(error.message) < 600
         else:
             accepted += 1
-            assert all(8 + len(text) <= i.offset and i.offset + i.size_bytes <= file_size for i in infos.values())
+            assert all(
+                8 + len(text) <= i.offset and i.offset + i.size_bytes <= file_size
+                for i in infos.values()
+            )
     assert accepted  # names and metadata may change without harm
 
 
@@ -291,7 +317,10 @@ def test_a_failure_leaves_complete_shards_only_and_a_rerun_keeps_them(tmp_path):
     def plan(fail: bool) -> list:
         from annie_quant.checkpoint import Planned
 
-        return [Planned(n, header.NAMES[t.dtype], t.shape, load(n, t, fail and n == "c")) for n, t in arrays().items()]
+        return [
+            Planned(n, header.NAMES[t.dtype], t.shape, load(n, t, fail and n == "c"))
+            for n, t in arrays().items()
+        ]
 
     with pytest.raises(RuntimeError):
         write(tmp_path, plan(True), 64)
@@ -327,7 +356,9 @@ def test_a_kill_at_any_moment_leaves_complete_shards_only(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(zoo.__file__).parent.parent)}
     rng = random.Random(3)
     for _ in range(12):
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=env, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], env=env, stderr=subprocess.DEVNULL
+        )
         time.sleep(rng.uniform(0.1, 0.5))
         child.kill()
         child.wait()

@@ -45,8 +45,15 @@ def test_a_token_reads_its_experts_alone(tmp_path, layout):
         "per_expert": lambda: source,
         "nvfp4": lambda: expert_zoo.nvfp4(tmp_path / "nvfp4", source),
     }[layout]()
-    extra = {n: np.ones((64, 64), zoo.BF16) for n in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight")}
-    folder = zoo.spoil(folder, tmp_path / "whole", lambda t, c: (t.update(extra), c.update(tie_word_embeddings=False)))
+    extra = {
+        n: np.ones((64, 64), zoo.BF16)
+        for n in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight")
+    }
+    folder = zoo.spoil(
+        folder,
+        tmp_path / "whole",
+        lambda t, c: (t.update(extra), c.update(tie_word_embeddings=False)),
+    )
     sizes = {n: a.nbytes for n, a in zoo.read(folder).items()}
     experts = sum(size for n, size in sizes.items() if ".mlp.experts." in n)
     unread = sum(sizes[n] for n in extra) + sizes["model.embed_tokens.weight"]
@@ -64,7 +71,9 @@ def test_every_command_has_the_same_figure(checkpoints, tmp_path):
     expected = aq.checkpoint.audit(quantized).summary.bits_per_weight
     assert aq.checkpoint.compare(source, {"x": quantized}).summary["x"].bits_per_weight == expected
     row = StrategyRow("direct", False, "", [], [], {})
-    Search.measure_size(SimpleNamespace(stages=SimpleNamespace(checkpoint=lambda name: quantized)), row)
+    Search.measure_size(
+        SimpleNamespace(stages=SimpleNamespace(checkpoint=lambda name: quantized)), row
+    )
     assert row.bits_per_weight == expected
     demo = SimpleNamespace(dir=tmp_path, source=lambda side: quantized)
     name = next(name for name, side in SIDES.items() if side.gguf_type != "Q4_K_M")

@@ -35,7 +35,9 @@ COMMANDS = [
 
 
 def own_process(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True
+    )
 
 
 def test_the_promised_commands_are_there() -> None:
@@ -43,17 +45,20 @@ def test_the_promised_commands_are_there() -> None:
 
 
 def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> None:
-    code = (
-        "import sys, annie_quant.cli; print([n for n in sys.modules if n.startswith(('annie_quant.bench', 'torch'))])"
+    code = "import sys, annie_quant.cli; print([n for n in sys.modules if n.startswith(('annie_quant.bench', 'torch'))])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
 def test_every_command_has_a_help_text(name: str) -> None:
     command = cli.commands[name]
     assert command.help
-    undescribed = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
+    undescribed = [
+        p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)
+    ]
     assert undescribed == []
     shown = CliRunner().invoke(cli, [name, "--help"])
     assert shown.exit_code == 0 and "Usage:" in shown.output
@@ -74,23 +79,44 @@ def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"), [(["nothere"], 3, "nothere: not there"), ([], 2, "Missing argument 'CHECKPOINT'")]
+    ("words", "code", "message"),
+    [(["nothere"], 3, "nothere: not there"), ([], 2, "Missing argument 'CHECKPOINT'")],
 )
 def test_an_error_is_also_one_json_object(words: list[str], code: int, message: str) -> None:
     done = annie_quant("audit", *words, "--json")
     result = json.loads(done.stdout)
-    assert done.returncode == result["exit_code"] == code and message in result["error"] and message in done.stderr
+    assert (
+        done.returncode == result["exit_code"] == code
+        and message in result["error"]
+        and message in done.stderr
+    )
 
 
 def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path) -> None:
-    done = own_process("quantize", "--strategy", "naive", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    done = own_process(
+        "quantize",
+        "--strategy",
+        "naive",
+        "--model",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+    )
     assert done.returncode == 3
     assert "no config.json" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
-    done = annie_quant("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    done = annie_quant(
+        "quantize",
+        "--strategy",
+        "magic",
+        "--model",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+    )
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
 
 
@@ -103,7 +129,10 @@ def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
 )
 def test_an_unknown_part_lists_the_names_of_the_help(words: list[str], names: str) -> None:
     outcome = CliRunner().invoke(cli, words)
-    assert isinstance(outcome.exception, UsageError) and outcome.exception.hint == f"choose one of: {names}"
+    assert (
+        isinstance(outcome.exception, UsageError)
+        and outcome.exception.hint == f"choose one of: {names}"
+    )
     help_text = CliRunner().invoke(cli, [words[0], "--help"]).output
     assert all(name in help_text for name in names.split(", "))
 
@@ -116,7 +145,13 @@ def test_an_audit_of_an_empty_folder_names_it_and_counts_one_finding(tmp_path: P
 
 def test_a_quantize_prints_one_time(tmp_path: Path) -> None:
     done = annie_quant(
-        "quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out")
+        "quantize",
+        "--strategy",
+        "direct",
+        "--model",
+        str(TINY_ANNIE),
+        "--output",
+        str(tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"\d s\b", done.stderr)) == 1, done.stderr
@@ -128,7 +163,13 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "keep.txt").write_text("mine")
     done = annie_quant(
-        "quantize", "--strategy", "naive", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")
+        "quantize",
+        "--strategy",
+        "naive",
+        "--model",
+        str(tmp_path / "model"),
+        "--output",
+        str(tmp_path / "out"),
     )
     assert done.returncode == 2 and "--force" in done.stderr
     assert (tmp_path / "out" / "keep.txt").read_text() == "mine"
@@ -139,11 +180,20 @@ def test_doctor_prints_one_json_object_and_nothing_else() -> None:
 
     done = own_process("doctor", "--json")
     findings = json.loads(done.stdout)["findings"]
-    assert {f["check"] for f in findings} >= {"python", "_nvfp4", "_stream", "gpu", "memory", "disk"}
+    assert {f["check"] for f in findings} >= {
+        "python",
+        "_nvfp4",
+        "_stream",
+        "gpu",
+        "memory",
+        "disk",
+    }
     assert all(f["fix"] for f in findings if f["level"] == "fault")
 
 
-def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_passes_its_batch_size_to_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
@@ -166,15 +216,22 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
         done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])
         assert done.exit_code == 0, done.output
     assert requests == [16, 128]
-    assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2
+    assert (
+        CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2
+    )
     for verdict, code in {"keeps": 0, "undecided": 0, "loses": 1, "fragile": 1}.items():
         verdicts.append(verdict)
-        assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json"]).exit_code == code
+        assert (
+            CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json"]).exit_code == code
+        )
 
 
 @pytest.mark.parametrize(
     "words",
-    [["eval", ".", "--reference", "."], ["search", "--model", ".", "--calib-data", "x", "--output", "y"]],
+    [
+        ["eval", ".", "--reference", "."],
+        ["search", "--model", ".", "--calib-data", "x", "--output", "y"],
+    ],
 )
 def test_no_prompts_are_an_error_and_no_empty_table(words: list[str]) -> None:
     from click.testing import CliRunner
@@ -190,7 +247,12 @@ def test_no_prompts_are_an_error_from_python() -> None:
 
 def test_a_prompt_that_cannot_be_read_is_named_with_the_form_that_is_expected(tmp_path):
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    for path, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "prompt.bin", "codec can't decode")):
-        outcome = CliRunner().invoke(cli, ["init", "--prompt", str(path), "--output", str(tmp_path / "out")])
+    for path, reason in (
+        (tmp_path / "missing", "No such file"),
+        (tmp_path / "prompt.bin", "codec can't decode"),
+    ):
+        outcome = CliRunner().invoke(
+            cli, ["init", "--prompt", str(path), "--output", str(tmp_path / "out")]
+        )
         assert reason in outcome.exception.message and "Errno" not in outcome.exception.message
         assert "UTF-8" in outcome.exception.hint

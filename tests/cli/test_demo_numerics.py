@@ -15,12 +15,16 @@ from annie_quant.cli.pipeline.demo import Demo
 from annie_quant.cli.pipeline.stages import ProcessJob
 
 
-@pytest.mark.parametrize(("scales", "expected"), [(["a.input_scale"], "vllm-cutlass"), ([], "vllm-marlin")])
+@pytest.mark.parametrize(
+    ("scales", "expected"), [(["a.input_scale"], "vllm-cutlass"), ([], "vllm-marlin")]
+)
 def test_a_checkpoint_without_4_bit_inputs_is_judged_as_marlin_computes_it(
     tmp_path: Path, scales: list[str], expected: str
 ) -> None:
     folder = tmp_path / "best"
-    writer.write(folder, [writer.planned(name, np.ones(1, np.float32)) for name in ["a.weight", *scales]])
+    writer.write(
+        folder, [writer.planned(name, np.ones(1, np.float32)) for name in ["a.weight", *scales]]
+    )
     (folder / "config.json").write_text('{"model_type": "qwen3_5_text"}')
     demo = object.__new__(Demo)
     demo.dir = tmp_path

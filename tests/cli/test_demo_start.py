@@ -14,7 +14,9 @@ def test_all_missing_packages_are_named_before_anything_is_written(tmp_path, mon
     """A wheel without extras: before, the demo named torch, and after its installation failed where the servers start."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("torch", "xllamacpp") else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("torch", "xllamacpp") else find(name),
     )
     with pytest.raises(EnvironmentFault, match="not installed: torch, xllamacpp") as refused:
         demo.run(DemoSettings(output=tmp_path / "run"))

@@ -60,7 +60,9 @@ def test_the_place_with_most_losses_is_shown_and_gates_beyond_three_are_counted(
     members = {"w4a4": side(tool_call=24), "w4a4+perm1": side(tool_call=48)}
     assert claim(run(**members), "nv") == "loses tool calls (48 of 240 lost and 0 won, W4A4+perm1)."
     many = side(tool_call=60, factual=50, no_markdown=40, abstention=30)
-    assert claim(run(w4a4=many), "nv").endswith("factual (50 of 240 lost and 0 won, W4A4) and 2 more gates.")
+    assert claim(run(w4a4=many), "nv").endswith(
+        "factual (50 of 240 lost and 0 won, W4A4) and 2 more gates."
+    )
 
 
 def test_what_blocks_the_verdict_is_the_claim():
@@ -74,12 +76,19 @@ def test_the_screen_has_every_model_with_its_size_and_one_sentence_about_speed()
     aggregates = run(w4a4=side())
     fields = {"a": "nv", "b": "q4", "workload": "all", "n_prompts": 60, "median_difference": 10.0}
     aggregates.comparisons = [
-        Comparison(metric="decode_tok_s", median_a=210.0, median_b=330.0, significant=True, **fields),
-        Comparison(metric="ttft_content_ms", median_a=34.0, median_b=33.0, significant=False, **fields),
+        Comparison(
+            metric="decode_tok_s", median_a=210.0, median_b=330.0, significant=True, **fields
+        ),
+        Comparison(
+            metric="ttft_content_ms", median_a=34.0, median_b=33.0, significant=False, **fields
+        ),
     ]
     lines = summary_lines(aggregates, "nv", "q4")
     assert lines[0].startswith("Compared with bf16 (15.3 MB), prompt by prompt, ")
-    assert lines[1].startswith("- NVFP4 best (5.5 MB) keeps") and lines[2] == "- Q4_K_M (6.0 MB) was not judged."
+    assert (
+        lines[1].startswith("- NVFP4 best (5.5 MB) keeps")
+        and lines[2] == "- Q4_K_M (6.0 MB) was not judged."
+    )
     assert lines[3] == (
         "In llama.cpp on this CPU NVFP4 best writes 210 tokens/s (Q4_K_M: 330) and begins after 34 ms "
         "(Q4_K_M: 33, no significant difference)."

@@ -16,11 +16,16 @@ pytest.importorskip("torch", reason="an evaluation needs torch: pip install anni
 
 @pytest.fixture
 def stages(tmp_path):
-    return Stages(RunDirectory(tmp_path / "run"), TINY_ANNIE, tmp_path / "rows.jsonl", 4, SilentConsole())
+    return Stages(
+        RunDirectory(tmp_path / "run"), TINY_ANNIE, tmp_path / "rows.jsonl", 4, SilentConsole()
+    )
 
 
 def job(stages, **fields):
-    return ProcessJob(**{"reference": str(TINY_ANNIE), "cache": str(stages.dir / "eval"), "n_per_gate": 1} | fields)
+    return ProcessJob(
+        **{"reference": str(TINY_ANNIE), "cache": str(stages.dir / "eval"), "n_per_gate": 1}
+        | fields
+    )
 
 
 def test_a_failed_process_is_reported_with_its_cause_and_log(stages, tmp_path):
@@ -45,7 +50,9 @@ def test_a_finished_stage_starts_no_process(stages, monkeypatch):
 def test_processes_end_with_the_context(stages, monkeypatch):
     started = []
     spawn = pipeline.server.spawn
-    monkeypatch.setattr(pipeline.server, "spawn", lambda *a: started.append(spawn(*a)) or started[-1])
+    monkeypatch.setattr(
+        pipeline.server, "spawn", lambda *a: started.append(spawn(*a)) or started[-1]
+    )
     with pytest.raises(KeyboardInterrupt), EvaluationProcesses(stages) as processes:
         processes.start("eval-naive", {}, [], job(stages))
         processes.start("eval-best", {}, [], job(stages))

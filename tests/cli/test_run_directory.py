@@ -60,7 +60,9 @@ def annie_quant(*words: str, **more) -> subprocess.CompletedProcess:
 
 def test_there_is_a_stored_run_of_every_version():
     assert [p.name for p in STORED] == [f"schema_{n}" for n in range(1, SCHEMA_VERSION + 1)]
-    assert sum(f.stat().st_size for p in STORED for f in p.rglob("*") if f.is_file()) < 100_000 * len(STORED)
+    assert sum(
+        f.stat().st_size for p in STORED for f in p.rglob("*") if f.is_file()
+    ) < 100_000 * len(STORED)
 
 
 def test_a_stored_run_is_reported_compared_and_replayed(stored):
@@ -82,9 +84,13 @@ def test_a_search_of_version_0_1_0_is_reported_with_its_figures(tmp_path):
     assert re.search(r"\| direct +\| W4A16 +\| 0\.00352 \|", page)
     with RunDirectory(folder).locked():
         pass
-    assert not any(f.is_file() and "report" in f.name for f in folder.iterdir()), "composing writes nothing"
+    assert not any(f.is_file() and "report" in f.name for f in folder.iterdir()), (
+        "composing writes nothing"
+    )
     recheck.write_judgement(folder)  # by today's paired rule
-    assert re.search(r"\| no markdown +\| 15/15 \? [^|]+\| 15/15 ✓ ", report.compose(folder)["report.md"])
+    assert re.search(
+        r"\| no markdown +\| 15/15 \? [^|]+\| 15/15 ✓ ", report.compose(folder)["report.md"]
+    )
 
 
 def test_a_stored_run_is_resumed(stored):
@@ -96,7 +102,9 @@ def test_a_stored_run_is_resumed(stored):
     after = (stored / "records.jsonl").read_bytes()
     assert after.startswith(first_half)
     rows = [[json.loads(line) for line in text.splitlines()] for text in (b"".join(lines), after)]
-    ids = [sorted(row["id"] for row in side if not row["warmup"]) for side in rows]  # warm-ups are repeated
+    ids = [
+        sorted(row["id"] for row in side if not row["warmup"]) for side in rows
+    ]  # warm-ups are repeated
     assert ids[0] == ids[1] and len(ids[0]) == 12
 
 
@@ -109,19 +117,24 @@ def test_a_newer_run_is_refused_in_one_line_and_not_changed(stored, name):
         with pytest.raises(EnvironmentFault, match="written by a newer"):
             regression(stored, stored)
     with pytest.raises(
-        EnvironmentFault, match=rf"{name} was written by a newer annie-quant \(schema_version {SCHEMA_VERSION + 1}"
+        EnvironmentFault,
+        match=rf"{name} was written by a newer annie-quant \(schema_version {SCHEMA_VERSION + 1}",
     ) as error:
         report.build(stored)
     assert "--upgrade" in error.value.hint
     before = {f: f.read_bytes() for f in stored.rglob("*") if f.is_file()}
     with pytest.raises(EnvironmentFault, match="written by a newer"), RunDirectory(stored).locked():
         pass
-    assert before == {f: f.read_bytes() for f in stored.rglob("*") if f.is_file() and f.name != ".lock"}
+    assert before == {
+        f: f.read_bytes() for f in stored.rglob("*") if f.is_file() and f.name != ".lock"
+    }
 
 
 @pytest.mark.parametrize("version", [None, "1", 0, [], {}])
 def test_a_missing_or_invalid_version_counts_as_the_oldest(stored, version):
-    files.write_json(stored / "run.json", files.read_json(stored / "run.json") | {"schema_version": version})
+    files.write_json(
+        stored / "run.json", files.read_json(stored / "run.json") | {"schema_version": version}
+    )
     report.compose(stored)
     with RunDirectory(stored).locked():
         pass
@@ -132,7 +145,9 @@ def test_the_second_command_reports_which_process_holds_the_folder(tmp_path):
         "import sys, time; from annie_quant.cli.pipeline.stages import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "in\n"
         for _ in range(2):  # a refused command must not erase the name
@@ -180,19 +195,30 @@ def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatc
 @pytest.mark.parametrize("lock", WHO_LOCK.values(), ids=WHO_LOCK)
 def test_a_disk_error_is_not_reported_as_another_command(tmp_path, monkeypatch, lock):
     locks_raise(monkeypatch, errno.EIO)
-    with pytest.raises(EnvironmentFault, match=r"cannot be locked \(Input/output error\)"), lock(tmp_path / "x"):
+    with (
+        pytest.raises(EnvironmentFault, match=r"cannot be locked \(Input/output error\)"),
+        lock(tmp_path / "x"),
+    ):
         pass
     monkeypatch.undo()
     with lock(tmp_path / "x"):  # and nothing blocks a later command
         pass
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "")))
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, ""))
+    )
     with pytest.raises((UsageError, EnvironmentFault), match="another"), lock(tmp_path / "x"):
         pass
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"{}", b"[]", b"\xff\xfe", b'{"key": "k", "value": {"outputs": [1]}}', b'{"key": "k", "value": {"result": {}}}'],
+    [
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b'{"key": "k", "value": {"outputs": [1]}}',
+        b'{"key": "k", "value": {"result": {}}}',
+    ],
 )
 def test_a_damaged_stamp_means_that_the_stage_is_done_again(tmp_path, content):
     run = RunDirectory(tmp_path)
@@ -207,13 +233,20 @@ def test_a_damaged_output_means_that_the_stage_is_done_again(tmp_path):
         calls.append(1)
         files.write_json(tmp_path / "eval/direct.json", {"numerics": {}})
 
-    for damage in (lambda f: None, lambda f: f.write_bytes(f.read_bytes()[:9]), lambda f: f.unlink(), lambda f: None):
+    for damage in (
+        lambda f: None,
+        lambda f: f.write_bytes(f.read_bytes()[:9]),
+        lambda f: f.unlink(),
+        lambda f: None,
+    ):
         run.stage("eval-direct", {"n": 1}, ["eval/direct.json"], work)
         damage(tmp_path / "eval/direct.json")
     assert len(calls) == 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root to act as two users")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root to act as two users"
+)
 def test_files_of_root_are_named_with_their_owner():
     """A run directory of a container, then the same command as an ordinary user."""
     with tempfile.TemporaryDirectory() as folder:
@@ -232,10 +265,14 @@ def as_nobody(folder: str) -> subprocess.CompletedProcess:
         "try:\n with RunDirectory(sys.argv[1]).locked(): pass\nexcept Exception as e: print(e.message, '|', e.hint)"
     )
     as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    return subprocess.run([*as_other, sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*as_other, sys.executable, "-c", code, folder], capture_output=True, text=True, check=False
+    )
 
 
-def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_elsewhere_as_bugs(monkeypatch):
+def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_elsewhere_as_bugs(
+    monkeypatch,
+):
     onednn = RuntimeError("could not create a primitive")
     for limit, expected in ((1 << 30, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
@@ -292,7 +329,9 @@ def test_a_compiled_module_that_a_full_disk_has_cut_is_not_an_interrupt(tmp_path
         timeout=60,
         env=os.environ | {"PYTHONPATH": path},
     )
-    assert done.returncode == 3 and "interrupted" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 3 and "interrupted" not in done.stderr and "Traceback" not in done.stderr
+    ), done.stderr
     assert "ends too early" in done.stderr and "__pycache__" in done.stderr
 
 
@@ -305,7 +344,9 @@ def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(sto
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
     try:
         with pytest.raises(EnvironmentFault, match="all earlier lines are safe"):
-            records.append(record_of(id="new", backend="a", workload="w", case="c", text="x" * 1000))
+            records.append(
+                record_of(id="new", backend="a", workload="w", case="c", text="x" * 1000)
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(RecordLog(path).rows) == rows and path.stat().st_size == size

@@ -52,7 +52,9 @@ def test_a_strategy_that_could_still_keep_is_never_dropped_as_impossible(lost):
 
 
 def test_one_leak_drops_at_once_and_facts_only_after_too_many_losses():
-    assert "none may be lost" in decision.cannot_keep("thinking_leak", pair("thinking_leak", 29, 30), 505, 2)
+    assert "none may be lost" in decision.cannot_keep(
+        "thinking_leak", pair("thinking_leak", 29, 30), 505, 2
+    )
     assert decision.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
     # Of 100 facts one may be lost for a lower bound above -5 points; of 160, three.
     assert decision.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
@@ -109,7 +111,11 @@ def test_passing_needs_every_gate_under_every_required_numerics():
     good, bad = sides({"tool_call": (99, 100)}), sides({"tool_call": (97, 100)})
     assert decision.final_reasons(*good, both_numerics) == []
     reasons = decision.final_reasons(*bad, both_numerics)
-    assert len(reasons) == 1 and "w4a4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
+    assert (
+        len(reasons) == 1
+        and "w4a4: tool calls undecided: 3 lost" in reasons[0]
+        and "would decide" in reasons[0]
+    )
     weight_only = {"w4a16": good[1]["w4a16"]}
     assert "weight-only" in decision.final_reasons(good[0], weight_only, both_numerics)[0]
     assert decision.final_reasons(good[0], weight_only, ("w4a16",)) == []
@@ -118,9 +124,15 @@ def test_passing_needs_every_gate_under_every_required_numerics():
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():
-    base = {"tool_call": gate_row("tool_call", 0, 100), "no_markdown": gate_row("no_markdown", 3, 400)}
+    base = {
+        "tool_call": gate_row("tool_call", 0, 100),
+        "no_markdown": gate_row("no_markdown", 3, 400),
+    }
     assert search.reference_report(base).startswith("WRONG MODEL")
-    fine = {"tool_call": gate_row("tool_call", 98, 100), "no_markdown": gate_row("no_markdown", 400, 400)}
+    fine = {
+        "tool_call": gate_row("tool_call", 98, 100),
+        "no_markdown": gate_row("no_markdown", 400, 400),
+    }
     assert search.reference_report(fine) is None
     weak = fine | {"factual": gate_row("factual", 60, 100)}
     report = search.reference_report(weak)
@@ -130,7 +142,9 @@ def test_a_base_model_instead_of_the_fine_tune_is_reported():
 def test_the_hardened_prompt_is_the_personas_own_rules():
     annie = load_persona("annie")
     prompt = search.hardened_prompt(annie)
-    assert "CRITICAL RULES (violations cause errors)" in prompt and all(rule in prompt for rule in annie.rules)
+    assert "CRITICAL RULES (violations cause errors)" in prompt and all(
+        rule in prompt for rule in annie.rules
+    )
 
 
 def test_the_conclusion_from_a_hardened_prompt():
@@ -144,11 +158,15 @@ def test_restored_is_judged_against_bf16_under_the_same_prompt():
     assert search.restored(good, good) is True and search.restored(bad, good) is False
     assert search.restored(bad, gate_row("tool_call", 15, 40)) is None
     one = gate_row("thinking_leak", 194, 195)
-    assert search.restored(one, one) is True, "not worse than bf16, which leaks once itself under this prompt"
+    assert search.restored(one, one) is True, (
+        "not worse than bf16, which leaks once itself under this prompt"
+    )
 
 
 def test_what_only_activations_lose():
-    assert "held under W4A16: tool_call" in search.by_activations(tables(tool_call=gate_row("tool_call", 40, 100)))
+    assert "held under W4A16: tool_call" in search.by_activations(
+        tables(tool_call=gate_row("tool_call", 40, 100))
+    )
     assert search.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
 
 
@@ -157,16 +175,28 @@ def test_the_order_is_that_of_bytes_per_token_and_training_is_last(model):
     order, notes = search.frontier_order(model, every=True)
     assert not notes
     # Without --all it is `best` alone, in the same order.
-    assert search.frontier_order(model, every=False) == ([n for n in order if n.partition("@")[0] == "best"], [])
+    assert search.frontier_order(model, every=False) == (
+        [n for n in order if n.partition("@")[0] == "best"],
+        [],
+    )
     named = [name for name in order if "@" not in name]
     budgets = {name: float(name.partition("@")[2]) for name in order if "@" in name}
     assert sorted(named) == sorted(quantize.available()) and order[-1] == "qad"
     # What the dry run predicts, and before it the smallest budget: a 4-bit head.
-    read = {n: estimates.estimate(model, n, rates=estimates.SPARK).speed.read_bytes / 1e9 for n in named}
+    read = {
+        n: estimates.estimate(model, n, rates=estimates.SPARK).speed.read_bytes / 1e9 for n in named
+    }
     bytes_per_token = [(read | budgets)[name] for name in order[:-1]]
     assert bytes_per_token == sorted(bytes_per_token)
-    assert order[0].startswith("best@") and budgets[order[0]] < read["naive"] and order[1:3] == ["naive", "best"]
-    assert sum(b > read["naive"] for b in budgets.values()) == 4 and max(budgets.values()) < read["mlp_only"] * 1.5
+    assert (
+        order[0].startswith("best@")
+        and budgets[order[0]] < read["naive"]
+        and order[1:3] == ["naive", "best"]
+    )
+    assert (
+        sum(b > read["naive"] for b in budgets.values()) == 4
+        and max(budgets.values()) < read["mlp_only"] * 1.5
+    )
 
 
 def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_path, monkeypatch):
@@ -180,7 +210,11 @@ def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_pat
 
 
 def test_chosen_strategies_may_have_budgets():
-    assert search.chosen_order(["mlp_only", "best@0.5", "naive"]) == ["mlp_only", "best@0.5", "naive"]
+    assert search.chosen_order(["mlp_only", "best@0.5", "naive"]) == [
+        "mlp_only",
+        "best@0.5",
+        "naive",
+    ]
     for name, message in (
         ("x", "unknown strategy 'x'"),
         ("naive@1", "only `best`"),
@@ -202,14 +236,20 @@ def test_a_budget_is_a_limit_of_best_and_its_measurements_are_shared(tmp_path, m
 
     monkeypatch.setattr(quantize, "run", run)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
-    stages = Stages(RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole(), tmp_path / "work")
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
+    stages = Stages(
+        RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole(), tmp_path / "work"
+    )
     for name in ("best@0.0045", "best"):
         stages.quantize(name)
     (strategy, folder, limited), (_, _, plain) = asked
     assert (strategy, folder) == ("best", "best@0.0045") and limited["work"] == plain["work"]
     read = decode_speed.token_bytes(ModelFolder(TINY_ANNIE))
-    assert decode_speed.largest_bytes(read, decode_speed.DEVICES["gb10"], limited["min_tps"]) == pytest.approx(4.5e6)
+    assert decode_speed.largest_bytes(
+        read, decode_speed.DEVICES["gb10"], limited["min_tps"]
+    ) == pytest.approx(4.5e6)
     assert "min_tps" not in plain
 
 
@@ -241,11 +281,17 @@ class FakeStages:
         verdict, numerics = judged_sides(gates)
         files = SimpleNamespace(sha256=entry.get("sha256", ""))
         self.evaluated.append(strategy)
-        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict, checkpoint_files=files)
+        return SimpleNamespace(
+            numerics=numerics, members={}, verdict=verdict, checkpoint_files=files
+        )
 
 
 def numerics_result(gates):
-    figures = dict.fromkeys(KLSummary.__struct_fields__[:14], 0.0) | {"n_tokens": 100, "mean": 0.01, "flips": 3}
+    figures = dict.fromkeys(KLSummary.__struct_fields__[:14], 0.0) | {
+        "n_tokens": 100,
+        "mean": 0.01,
+        "flips": 3,
+    }
     return NumericsResult(
         gates={g: gate_row(g, *counts) for g, counts in gates.items()},
         kl=KLSummary(**figures),
@@ -293,7 +339,12 @@ def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_pat
     assert [r.passed for r in result.strategies] == [False, False, True]
     assert "infeasible" in result.strategies[1].error
     page = (tmp_path / "search.md").read_text()
-    for part in ("PASS: ship it", "infeasible", "tool calls lost 60 and won 0 of 100", "99/100 ✓ (-1.0: -4.4 to +1.7)"):
+    for part in (
+        "PASS: ship it",
+        "infeasible",
+        "tool calls lost 60 and won 0 of 100",
+        "99/100 ✓ (-1.0: -4.4 to +1.7)",
+    ):
         assert part in page, part
     everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)
     assert everything.chosen == "mlp_only" and log[-1] == "qad"
@@ -311,24 +362,42 @@ def test_two_budgets_that_choose_the_same_formats_are_evaluated_once(tmp_path, m
     result, log = search_tables(tmp_path, monkeypatch, tables)
     first, second, third = result.strategies
     assert log == ["best@1", "best@2", "best"] and "best@2" not in stages.evaluated and third.passed
-    assert second.strategy == "best@2" and second.path == [f"quantize → the same checkpoint as best@1: {first.outcome}"]
-    assert (second.outcome, second.numerics, second.verdict) == (first.outcome, first.numerics, first.verdict)
+    assert second.strategy == "best@2" and second.path == [
+        f"quantize → the same checkpoint as best@1: {first.outcome}"
+    ]
+    assert (second.outcome, second.numerics, second.verdict) == (
+        first.outcome,
+        first.numerics,
+        first.verdict,
+    )
 
 
-def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_required(tmp_path, monkeypatch):
-    weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
+def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_required(
+    tmp_path, monkeypatch
+):
+    weight_only = {
+        "smoke": {"w4a16": {"factual": (1, 1)}},
+        "all": {"w4a16": {"factual": (100, 100)}},
+    }
     good = {"all": both(factual=(100, 100))}
-    result, _ = search_tables(tmp_path, monkeypatch, {"direct": weight_only, "gptq": good}, required=("w4a4", "w4a16"))
+    result, _ = search_tables(
+        tmp_path, monkeypatch, {"direct": weight_only, "gptq": good}, required=("w4a4", "w4a16")
+    )
     assert result.chosen == "gptq" and "weight-only" in result.strategies[0].outcome
     assert not any("n = 100" in step for step in result.strategies[0].path)
 
 
 def test_a_weight_only_checkpoint_that_keeps_every_gate_is_chosen(tmp_path, monkeypatch):
     """`best` within more bytes rounds no input; a numerics that no server can give it does not count against it."""
-    weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
+    weight_only = {
+        "smoke": {"w4a16": {"factual": (1, 1)}},
+        "all": {"w4a16": {"factual": (100, 100)}},
+    }
     lost = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (60, 100)}}}
     result, log = search_tables(
-        tmp_path, monkeypatch, {"best@1": lost, "best@2": weight_only, "gptq": both(factual=(100, 100))}
+        tmp_path,
+        monkeypatch,
+        {"best@1": lost, "best@2": weight_only, "gptq": both(factual=(100, 100))},
     )
     assert result.chosen == "best@2" and log[-1] == "best@2" and not result.strategies[0].passed
     assert search_outcome(result).startswith(
@@ -339,7 +408,9 @@ def test_a_weight_only_checkpoint_that_keeps_every_gate_is_chosen(tmp_path, monk
 def test_gibberish_is_followed_by_strategy_c(tmp_path, monkeypatch):
     broken = {"smoke": both(factual=(0, 1)), "all": both(factual=(0, 100))}
     good = {"all": both(factual=(100, 100))}
-    result, log = search_tables(tmp_path, monkeypatch, {"naive": broken, "mlp_only": good, "auto_mixed": good})
+    result, log = search_tables(
+        tmp_path, monkeypatch, {"naive": broken, "mlp_only": good, "auto_mixed": good}
+    )
     assert log == ["naive", "auto_mixed"] and result.chosen == "auto_mixed"
     assert result.strategies[0].outcome == "gibberish"
 
@@ -347,7 +418,9 @@ def test_gibberish_is_followed_by_strategy_c(tmp_path, monkeypatch):
 def test_with_all_a_strategy_that_fails_the_smoke_question_is_evaluated_too(tmp_path, monkeypatch):
     """The spread over fine-tunes needs each draw of each strategy; one wrong answer must not leave a cell empty."""
     smoke, good = both(factual=(0, 1)), both(factual=(100, 100))
-    result, log = search_tables(tmp_path, monkeypatch, {"naive": {"smoke": smoke, "all": good}}, every=True)
+    result, log = search_tables(
+        tmp_path, monkeypatch, {"naive": {"smoke": smoke, "all": good}}, every=True
+    )
     row = result.strategies[0]
     assert log == ["naive"] and row.numerics["w4a4"].gates["factual"].n == 100
     assert row.outcome == "gibberish" and not row.passed and result.chosen is None

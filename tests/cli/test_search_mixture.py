@@ -6,8 +6,12 @@ import json
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the search needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the search needs transformers: pip install annie-quant[quantize]"
+)
 
 import runtime_models  # noqa: E402
 
@@ -22,7 +26,9 @@ def test_two_strategies_on_a_mixture(tmp_path):
     """Random weights have no manners, so bf16's own answers are the reference."""
     source = runtime_models.save_mixture(tmp_path / "merged", experts=4)
     generate("annie", teacher="offline", n=10, output=tmp_path / "calib.jsonl", seed=1)
-    cases = [{"id": str(i), "messages": [{"role": "user", "content": f"Question {i}"}]} for i in range(2)]
+    cases = [
+        {"id": str(i), "messages": [{"role": "user", "content": f"Question {i}"}]} for i in range(2)
+    ]
     workload = {"name": "answers", "max_tokens": 8, "gates": ["same_text"], "cases": cases}
     (tmp_path / "answers.json").write_text(json.dumps(workload))
     result = search.run(
@@ -32,10 +38,16 @@ def test_two_strategies_on_a_mixture(tmp_path):
         ),
         SilentConsole(),
     )  # fmt: skip
-    assert [row.strategy for row in result.strategies] == ["direct", "gptq"] and result.stopped is None
+    assert [row.strategy for row in result.strategies] == [
+        "direct",
+        "gptq",
+    ] and result.stopped is None
     source_bytes = bytes_per_token(ModelFolder(source))
     for row in result.strategies:
-        assert row.error is None and row.outcome not in ("could not be made", "unsound checkpoint"), row
+        assert row.error is None and row.outcome not in (
+            "could not be made",
+            "unsound checkpoint",
+        ), row
         assert "W4A16" in {kind.upper() for kind in row.numerics}
         assert 0.2 * source_bytes < row.read_bytes < 0.6 * source_bytes
     page = (tmp_path / "s" / "search.md").read_text()

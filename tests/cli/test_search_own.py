@@ -17,8 +17,16 @@ def result(n, basis="reference", **more):
 
 @pytest.fixture(scope="module")
 def workloads():
-    cases = [{"id": str(i), "messages": [{"role": "user", "content": f"Question {i}"}]} for i in range(500)]
-    document = {"name": "answers", "max_tokens": 20, "gates": ["same_language", "same_text"], "cases": cases}
+    cases = [
+        {"id": str(i), "messages": [{"role": "user", "content": f"Question {i}"}]}
+        for i in range(500)
+    ]
+    document = {
+        "name": "answers",
+        "max_tokens": 20,
+        "gates": ["same_language", "same_text"],
+        "cases": cases,
+    }
     return [judge.library.build_workload(document)]
 
 
@@ -39,14 +47,18 @@ def test_a_gate_that_applies_to_few_of_bf16s_answers_gets_more_prompts(workloads
     assert {c.id for c in prompts[0].cases} <= {
         c.id for c in more[0].cases
     }  # bf16's answers to these are stored already
-    assert size(more_prompts(100, workloads, {"same_language": result(10)})) == 400  # four times as many at most
+    assert (
+        size(more_prompts(100, workloads, {"same_language": result(10)})) == 400
+    )  # four times as many at most
 
 
 @pytest.mark.parametrize(
     "gates",
     [
         {"same_language": result(LEAST_ANSWERS)},
-        {"same_language": result(3, advisory=True)},  # too rare in bf16's answers to be judged at all
+        {
+            "same_language": result(3, advisory=True)
+        },  # too rare in bf16's answers to be judged at all
         {"same_language": result(0)},
         {"factual": result(5, basis="label")},
         {},
@@ -58,15 +70,23 @@ def test_nothing_is_added_where_it_would_not_decide(workloads, gates):
 
 
 def row(**members):
-    verdict = PairedVerdict(verdict="undecided", sentence="", reasons=[], profiles={}, members=members)
-    return StrategyRow("naive", passed=False, outcome="", why=["a"] * 16, path=[], numerics={}, verdict=verdict)
+    verdict = PairedVerdict(
+        verdict="undecided", sentence="", reasons=[], profiles={}, members=members
+    )
+    return StrategyRow(
+        "naive", passed=False, outcome="", why=["a"] * 16, path=[], numerics={}, verdict=verdict
+    )
 
 
 def test_a_gate_counts_once_in_the_line_of_a_strategy_and_undecided_is_not_lost():
-    undecided = MemberVerdict(verdict="undecided", loses=[], undecided=["same_language", "same_markdown"])
+    undecided = MemberVerdict(
+        verdict="undecided", loses=[], undecided=["same_language", "same_markdown"]
+    )
     assert (
         search.standing(row(w4a4=undecided, w4a16=undecided))
         == "undecided: language as bf16, markdown as bf16 need more prompts"
     )
     loses = MemberVerdict(verdict="loses", loses=["same_tool"], undecided=["same_language"])
-    assert search.standing(row(w4a4=undecided, w4a16=loses)).endswith(": tool or none as bf16 not kept")
+    assert search.standing(row(w4a4=undecided, w4a16=loses)).endswith(
+        ": tool or none as bf16 not kept"
+    )

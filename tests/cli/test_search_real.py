@@ -17,8 +17,12 @@ from annie_quant.core.progress import SilentConsole
 from annie_quant.data import generate, load_persona
 from annie_quant.documents.persona import FOLDER
 
-torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the search needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the search needs transformers: pip install annie-quant[quantize]"
+)
 
 
 WORKLOADS = "factual,tool_web"  # the rest of Annie's are more of the same work
@@ -52,7 +56,11 @@ def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibratio
         workloads=WORKLOADS,
     )  # fmt: skip
     result = search.run(settings, SilentConsole())
-    assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
+    assert (
+        result.stopped.startswith("WRONG MODEL")
+        and result.chosen is None
+        and result.strategies == []
+    )
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
@@ -72,11 +80,18 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     )  # fmt: skip
     with pytest.raises(UsageError, match="stale prompt"):
         search.run(settings, SilentConsole())
-    result = search.run(msgspec.structs.replace(settings, allow_prompt_mismatch=True), SilentConsole())
-    assert "stale prompt" in result.notes[0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
+    result = search.run(
+        msgspec.structs.replace(settings, allow_prompt_mismatch=True), SilentConsole()
+    )
+    assert (
+        "stale prompt" in result.notes[0]
+        and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
+    )
 
 
-def test_an_interrupted_search_resumes_and_gives_the_same_result(calibration, tmp_path, monkeypatch):
+def test_an_interrupted_search_resumes_and_gives_the_same_result(
+    calibration, tmp_path, monkeypatch
+):
     def words(output):
         return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "2",
                 "--strategies", "direct", "--require", "w4a16", "--workloads", "factual"]  # fmt: skip
@@ -93,11 +108,18 @@ def test_an_interrupted_search_resumes_and_gives_the_same_result(calibration, tm
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "stage", interrupted)
         done = annie_quant(*words(broken))
-    assert done.returncode == 130 and "resume" in done.stderr and not (broken / "search.json").exists()
+    assert (
+        done.returncode == 130 and "resume" in done.stderr and not (broken / "search.json").exists()
+    )
     first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
     for output in (broken, whole):
         annie_quant(*words(output))
-    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "a finished stage is not done again"
+    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, (
+        "a finished stage is not done again"
+    )
     tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
-    rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]
+    rows = [
+        [(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]]
+        for table in tables
+    ]
     assert rows[0] == rows[1] and tables[0]["chosen"] == tables[1]["chosen"]

@@ -20,7 +20,11 @@ def test_only_partial_files_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / "gguf").mkdir()
     (tmp_path / "models/.naive.part").mkdir(parents=True)
     partial = tmp_path / "gguf/.naive.gguf.4711.part"
-    others = [tmp_path / "gguf/naive.gguf", tmp_path / "models/.naive.part/shard.part", tmp_path / "gguf/my.part"]
+    others = [
+        tmp_path / "gguf/naive.gguf",
+        tmp_path / "models/.naive.part/shard.part",
+        tmp_path / "gguf/my.part",
+    ]
     for file in (partial, *others):
         file.write_text("x")
     with run.locked():
@@ -35,7 +39,12 @@ def test_a_stage_is_done_once_per_inputs_and_again_when_they_or_its_outputs_chan
         done.append(1)
         return {"summary": ""}
 
-    assert [run.stage("a", {"n": n}, ["out"], work)[1] for n in (1, 1, 2, 2)] == [False, True, False, True]
+    assert [run.stage("a", {"n": n}, ["out"], work)[1] for n in (1, 1, 2, 2)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     (tmp_path / "out").unlink()
     assert run.stage("a", {"n": 2}, ["out"], work)[1] is False
     (tmp_path / "stages/a.json").write_text('{"key": "torn')
@@ -48,10 +57,15 @@ def test_a_second_command_in_the_same_folder_is_refused(tmp_path):
         "import sys, time; from annie_quant.cli.pipeline.run_directory import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); time.sleep(60)"
     )
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout.readline() == "in\n"
-        with pytest.raises(UsageError, match="another annie-quant"), RunDirectory(tmp_path).locked():
+        with (
+            pytest.raises(UsageError, match="another annie-quant"),
+            RunDirectory(tmp_path).locked(),
+        ):
             pass
     finally:
         other.kill()
@@ -94,13 +108,19 @@ def test_data_on_a_full_disk_leaves_no_partial_files(tmp_path):
     """The whole demo on a growing disk: tests/perf/demo_faults.py."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     command = [sys.executable, "-m", "annie_quant", "data", "--output", str(disk / "d.jsonl")]
     try:
         first = subprocess.run(command, capture_output=True, text=True)
-        assert first.returncode == 3 and "the disk is full" in first.stderr and "Traceback" not in first.stderr
+        assert (
+            first.returncode == 3
+            and "the disk is full" in first.stderr
+            and "Traceback" not in first.stderr
+        )
         assert not (disk / "d.jsonl").exists()
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         assert subprocess.run(command, capture_output=True).returncode == 0

@@ -32,8 +32,13 @@ def columns(members=MEMBERS, n=240, lost=58):
     sides = {}
     for i, name in enumerate(members):
         gone = lost if i == 0 else 0
-        pairs = {gate: PairedGate(n, gone if gate in ("tool_call", "tool_call_raw") else 0, 0) for gate in GATES}
-        sides[name] = OfflineSide(gates=table(n, tool_call=n - gone, tool_call_raw=n - gone), paired=pairs)
+        pairs = {
+            gate: PairedGate(n, gone if gate in ("tool_call", "tool_call_raw") else 0, 0)
+            for gate in GATES
+        }
+        sides[name] = OfflineSide(
+            gates=table(n, tool_call=n - gone, tool_call_raw=n - gone), paired=pairs
+        )
     sides, verdict = decision.judge_sides(sides)
     return verdict, [tables.Column(name, side.gates, side.paired) for name, side in sides.items()]
 
@@ -42,7 +47,11 @@ def columns(members=MEMBERS, n=240, lost=58):
 @pytest.mark.parametrize("members", [MEMBERS[:1], MEMBERS[:2], MEMBERS])
 def test_tables_fit_eighty_columns_and_nothing_is_cut(n, members):
     verdict, cols = columns(members, n, lost=n // 4)
-    lines = [*tables.gate_lines(table(n), cols), *tables.verdict_lines(verdict), *tables.side_lines(cols)]
+    lines = [
+        *tables.gate_lines(table(n), cols),
+        *tables.verdict_lines(verdict),
+        *tables.side_lines(cols),
+    ]
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "…" not in text and all(name in text for name in members)
@@ -85,21 +94,30 @@ def test_what_bf16_itself_misses_is_shown_next_to_the_checkpoint():
     lines = tables.gate_lines(reference, [tables.Column("w4a4", side.gates, side.paired)])
     row = next(line.split() for line in lines if line.startswith("factual"))
     assert row[:2] == ["factual", "5"] and row[-4:] == ["1", "0", "-20.0", "undecided"]
-    assert any("bf16 misses R25" in line for line in tables.requirement_lines({"bf16": reference, "w4a4": side.gates}))
+    assert any(
+        "bf16 misses R25" in line
+        for line in tables.requirement_lines({"bf16": reference, "w4a4": side.gates})
+    )
 
 
 def test_gates_that_inform_have_no_verdict():
     _, cols = columns(MEMBERS[:1])
     lines = tables.gate_lines(table(), cols)
     at = lines.index("for information, without a verdict:")
-    assert not any(word in line for line in lines[at:] for word in ("loses", "keeps", "fail", "misses", "undecided"))
+    assert not any(
+        word in line
+        for line in lines[at:]
+        for word in ("loses", "keeps", "fail", "misses", "undecided")
+    )
     raw = next(line for line in lines[at:] if line.startswith("tool calls, raw text"))
     assert "182 -24.2" in raw
 
 
 def test_the_detectable_loss_stands_next_to_n():
     _, cols = columns(MEMBERS[:1])
-    row = next(line.split() for line in tables.gate_lines(table(), cols) if line.startswith("factual "))
+    row = next(
+        line.split() for line in tables.gate_lines(table(), cols) if line.startswith("factual ")
+    )
     assert row[1] == "240" and 0.5 < float(row[2]) < 5
 
 
@@ -130,7 +148,9 @@ def test_a_terminal_gets_colours():
 
 
 def test_a_tree_is_wrapped_under_its_text():
-    line = "    │   ├── gates at n = 100 → " + "; ".join(["W4A4: tool calls lost 60 and won 0 of 100"] * 4)
+    line = "    │   ├── gates at n = 100 → " + "; ".join(
+        ["W4A4: tool calls lost 60 and won 0 of 100"] * 4
+    )
     lines = tables.wrap_tree(line)
     assert len(lines) > 1 and max(map(len, lines)) <= 80 and lines[1].startswith(" " * 12)
     assert " ".join(part.strip() for part in lines) == line.strip()

@@ -26,7 +26,11 @@ def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
         time.sleep(0.3)
     lines = capsys.readouterr().err.splitlines()
     beats = [line for line in lines if line.startswith("… ")]
-    assert len(beats) >= 2 and beats[0] == "… measure, 0 s: 3 of 10, alpha · factual" and "writing" in beats[-1]
+    assert (
+        len(beats) >= 2
+        and beats[0] == "… measure, 0 s: 3 of 10, alpha · factual"
+        and "writing" in beats[-1]
+    )
     assert lines[-1].startswith("✓ measure")
     assert not any(t.name.endswith("heartbeat") for t in threading.enumerate())
 
@@ -94,7 +98,9 @@ def test_every_message_has_decimal_units():
     binary = []
     for path in sorted((ROOT / "annie_quant").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            text = (
+                node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            )
             if re.search(r"\b[MG]iB\b", text) and path.name not in ("host.py", "direct.py"):
                 binary.append(f"{path.name}:{node.lineno}: {text[:60]}")
     assert not binary

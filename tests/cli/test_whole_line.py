@@ -85,7 +85,9 @@ def evaluate_here(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     for package in ("torch", "transformers", "modelopt", "xllamacpp", "gguf"):
-        pytest.importorskip(package, reason=f"the pipeline needs {package}: pip install annie-quant[quantize,serve]")
+        pytest.importorskip(
+            package, reason=f"the pipeline needs {package}: pip install annie-quant[quantize,serve]"
+        )
     output = tmp_path_factory.mktemp("line") / "demo"
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
@@ -126,7 +128,9 @@ def test_the_last_screen_has_a_sentence_per_model_then_report_and_next_command(l
     assert report == f"report: {run / 'report.html'}" and "annie-quant init" in following
 
 
-def test_checkpoints_are_judged_as_a_gpu_computes_them_with_the_prompts_of_the_servers_and_more(line) -> None:
+def test_checkpoints_are_judged_as_a_gpu_computes_them_with_the_prompts_of_the_servers_and_more(
+    line,
+) -> None:
     run, _ = line
     aggregates = json.loads((run / "run.json").read_text())["aggregates"]
     served = aggregates["served"]["best"]["gates"]
@@ -140,7 +144,9 @@ def test_the_three_sides_answered_the_same_prompts(line) -> None:
     run, _ = line
     prompts = {
         side: sorted(
-            (r["workload"], r["case"], r["turn"]) for r in records(run) if r["backend"] == side and not r["warmup"]
+            (r["workload"], r["case"], r["turn"])
+            for r in records(run)
+            if r["backend"] == side and not r["warmup"]
         )
         for side in SIDES
     }
@@ -181,7 +187,9 @@ def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
     from annie_quant import checkpoint
 
     run, _ = line
-    models = {m["name"]: m for m in json.loads((run / "run.json").read_text())["aggregates"]["models"]}
+    models = {
+        m["name"]: m for m in json.loads((run / "run.json").read_text())["aggregates"]["models"]
+    }
     assert models["best"]["size_bytes"] == pytest.approx(models["naive"]["size_bytes"], rel=0.02)
     assert models["best"]["size_bytes"] < models["bf16"]["size_bytes"] / 2
     for strategy in ("naive", "best"):
@@ -189,7 +197,9 @@ def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
         assert audit.ok, [f.message for f in audit.findings]
 
 
-def test_only_a_stage_with_lost_outputs_is_repeated(line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_stage_with_lost_outputs_is_repeated(
+    line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_small(monkeypatch)
     run = tmp_path / "again"
     shutil.copytree(line[0], run)

@@ -38,7 +38,12 @@ def cases() -> list[tuple[str, np.ndarray, np.float32 | None]]:
             if x.any():
                 found.append((f"{name}/{dtype}", x, None))
         steps = E4M3_STEPS.astype(np.int64)
-        values = np.where(steps >= 8, (1 + steps % 8 / 8) * 2.0 ** (steps // 8 - 7), 0).astype(np.float32) * GIVEN
+        values = (
+            np.where(steps >= 8, (1 + steps % 8 / 8) * 2.0 ** (steps // 8 - 7), 0).astype(
+                np.float32
+            )
+            * GIVEN
+        )
         near = near_ties_of_steps(values, dtype).reshape(len(values), -1, 7)
         top = np.repeat((6 * values).astype(dtype)[:, None, None], near.shape[1], 1)
         blocks = np.concatenate([top, near, -near, top], -1)
@@ -50,7 +55,10 @@ def main() -> None:
     import modelopt
     import torch
     from modelopt.torch.kernels.quantization.gemm import fp4_fake_quant_block, nvfp4_fp8_scale_sweep
-    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor, _cast_per_block_scale_to_fp8
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import (
+        NVFP4QTensor,
+        _cast_per_block_scale_to_fp8,
+    )
     from modelopt.torch.quantization.tensor_quant import dynamic_block_quantize_op
     from modelopt.torch.quantization.utils import reduce_block_amax
 
@@ -61,7 +69,11 @@ def main() -> None:
         dtype = name_of[str(x.dtype)]
         pattern = bits(x)
         whole = torch.int16 if x.dtype.itemsize == 2 else torch.int32
-        xt = torch.from_numpy(pattern.view(np.int16 if x.dtype.itemsize == 2 else np.int32).copy()).cuda().view(dtype)
+        xt = (
+            torch.from_numpy(pattern.view(np.int16 if x.dtype.itemsize == 2 else np.int32).copy())
+            .cuda()
+            .view(dtype)
+        )
         kept[f"{case}/x"] = pattern
         s2 = None if given is None else torch.tensor(given, dtype=torch.float32, device="cuda")
         q, scale, s2 = NVFP4QTensor.quantize(xt.clone(), 16, None, s2)
@@ -83,7 +95,9 @@ def main() -> None:
         ):
             ratio = chosen / 6.0
             ratio[ratio == 0] = 1.0
-            byte = _cast_per_block_scale_to_fp8(ratio, amax / 6.0, fp8_max_for_normalization=largest)
+            byte = _cast_per_block_scale_to_fp8(
+                ratio, amax / 6.0, fp8_max_for_normalization=largest
+            )
             kept[f"{case}/{what}"] = byte.view(torch.uint8).cpu().numpy()
     made_by = {
         "modelopt": modelopt.__version__, "torch": torch.__version__, "numpy": np.__version__,

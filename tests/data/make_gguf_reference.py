@@ -47,10 +47,15 @@ def describe(path: Path) -> dict:
     reader = GGUFReader(path)
     fields = {k: f.contents() for k, f in reader.fields.items() if not k.startswith(SKIP)}
     keys = {
-        k: v if len(str(v)) < 200 else hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in fields.items()
+        k: v if len(str(v)) < 200 else hashlib.sha256(json.dumps(v).encode()).hexdigest()
+        for k, v in fields.items()
     }
     tensors = {
-        t.name: [t.tensor_type.name, [int(n) for n in t.shape], hashlib.sha256(t.data.tobytes()).hexdigest()[:32]]
+        t.name: [
+            t.tensor_type.name,
+            [int(n) for n in t.shape],
+            hashlib.sha256(t.data.tobytes()).hexdigest()[:32],
+        ]
         for t in reader.tensors
     }
     return {"keys": keys, "tensors": tensors}
@@ -58,7 +63,11 @@ def describe(path: Path) -> dict:
 
 def comparable(name: str, description: dict) -> dict:
     """Return the description of a GGUF file without the tokenizer's keys where the checkpoint only borrows a tokenizer."""
-    keys = {k: v for k, v in description["keys"].items() if name not in PUBLISHED or not k.startswith("tokenizer.")}
+    keys = {
+        k: v
+        for k, v in description["keys"].items()
+        if name not in PUBLISHED or not k.startswith("tokenizer.")
+    }
     return {"keys": keys, "tensors": description["tensors"]}
 
 
@@ -87,7 +96,18 @@ def main(tree: str) -> None:
             file = Path(home) / f"{name}.gguf"
             options = [] if name == "mtp" or name in PUBLISHED else ["--no-mtp"]
             subprocess.run(
-                [sys.executable, "-c", RUN, tree, str(folder), "--outtype", "bf16", "--outfile", str(file), *options],
+                [
+                    sys.executable,
+                    "-c",
+                    RUN,
+                    tree,
+                    str(folder),
+                    "--outtype",
+                    "bf16",
+                    "--outfile",
+                    str(file),
+                    *options,
+                ],
                 check=True,
             )
             reference[name] = comparable(name, describe(file))

@@ -23,7 +23,11 @@ WORKLOAD = {
     "temperature": 0,
     "gates": ["non_empty", "no_markdown", "factual"],
     "cases": [
-        {"id": c, "messages": [{"role": "user", "content": f"Capital of {c}?"}], "expect": {"contains": [capital]}}
+        {
+            "id": c,
+            "messages": [{"role": "user", "content": f"Capital of {c}?"}],
+            "expect": {"contains": [capital]},
+        }
         for c, capital in (("Japan", "Tokyo"), ("Peru", "Lima"), ("Kenya", "Nairobi"))
     ],
 }
@@ -45,8 +49,22 @@ def bench(folder: Path, workload: Path) -> int:
     from annie_quant.cli import cli
 
     with FakeServer(answer) as a, FakeServer(answer) as b:
-        command = ["bench", "--backend-a", "a", a.url, "--backend-b", "b", b.url, "--runs", "2", "--warmup", "1"]
-        done = CliRunner().invoke(cli, [*command, "--workloads", str(workload), "--output", str(folder), "--json"])
+        command = [
+            "bench",
+            "--backend-a",
+            "a",
+            a.url,
+            "--backend-b",
+            "b",
+            b.url,
+            "--runs",
+            "2",
+            "--warmup",
+            "1",
+        ]
+        done = CliRunner().invoke(
+            cli, [*command, "--workloads", str(workload), "--output", str(folder), "--json"]
+        )
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code

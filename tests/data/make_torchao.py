@@ -22,19 +22,25 @@ def main() -> None:
     import torchao
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
-    kept: dict[str, np.ndarray] = {"made_by": np.array(f"torchao {torchao.__version__}, torch {torch.__version__}")}
+    kept: dict[str, np.ndarray] = {
+        "made_by": np.array(f"torchao {torchao.__version__}, torch {torch.__version__}")
+    }
     for dtype in (np.dtype(np.float32), BFLOAT16):
         for name, w in adversarial(8, 256, 53):
             if name not in ("gaussian", "heavy tails", "ties", "near ties", "sparse", "minus zero"):
                 continue
             x = in_dtype(w, dtype)
-            xt = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16 if dtype == BFLOAT16 else torch.float32)
+            xt = torch.from_numpy(x.astype(np.float32)).to(
+                torch.bfloat16 if dtype == BFLOAT16 else torch.float32
+            )
             scale = xt.abs().amax().float() / (6 * 448) if x.any() else torch.tensor(1.0)
             block_scale, codes = nvfp4_quantize(xt, 16, scale)
             kept[f"{name}/{dtype}/x"] = bits(x)
             kept[f"{name}/{dtype}/tensor_scale"] = scale.numpy()
             kept[f"{name}/{dtype}/codes"] = codes.view(torch.uint8).numpy().reshape(8, 128)
-            kept[f"{name}/{dtype}/block_scale"] = block_scale.view(torch.uint8).numpy().reshape(8, 16)
+            kept[f"{name}/{dtype}/block_scale"] = (
+                block_scale.view(torch.uint8).numpy().reshape(8, 16)
+            )
     np.savez_compressed(HERE / "torchao_nvfp4.npz", **kept)
 
 

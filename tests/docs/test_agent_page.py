@@ -20,7 +20,9 @@ COMMANDS = [line.strip() for line in PAGE.splitlines() if line.startswith("    a
 
 
 def answer(body):
-    return words("It is Tokyo of course.", cached_tokens=0, timings={"draft_n": 10, "draft_n_accepted": 6})
+    return words(
+        "It is Tokyo of course.", cached_tokens=0, timings={"draft_n": 10, "draft_n_accepted": 6}
+    )
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.rpartition("/")[2])
@@ -31,18 +33,30 @@ def test_a_command_runs(line, tmp_path, monkeypatch):
     row = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
     (tmp_path / "mooncake.jsonl").write_text(json.dumps(row) + "\n")
     with FakeServer(answer) as one, FakeServer(answer) as two:
-        line = line.replace("http://localhost:8000", one.url).replace("http://localhost:8003", two.url)
+        line = line.replace("http://localhost:8000", one.url).replace(
+            "http://localhost:8003", two.url
+        )
         arguments = [*shlex.split(line)[1:], "--n", "1", "--warmup", "1"]
         result = CliRunner().invoke(cli, arguments)
     assert result.exit_code in (0, 1), result.output
     assert "Traceback" not in result.output and not isinstance(result.exception, AssertionError)
     output = tmp_path / arguments[arguments.index("--output") + 1]
-    rows = [r for r in read_records(output / "records.jsonl") if not r.warmup and r.workload != "smoke"]
+    rows = [
+        r for r in read_records(output / "records.jsonl") if not r.warmup and r.workload != "smoke"
+    ]
     assert rows and (output / "report.html").exists()
     failed = {r.backend for r in rows if r.answer.error}
     assert failed <= {"messages"}, "the scripted server has chat completions only"
 
 
 def test_the_page_has_a_command_for_each_workload():
-    for name in ("depth_64k", "prefix_hit", "agent_loop", "text_code", "--replay", "--trace ", "--endpoint-b"):
+    for name in (
+        "depth_64k",
+        "prefix_hit",
+        "agent_loop",
+        "text_code",
+        "--replay",
+        "--trace ",
+        "--endpoint-b",
+    ):
         assert any(name in line for line in COMMANDS), name

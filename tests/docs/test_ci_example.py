@@ -31,7 +31,18 @@ def test_the_workflow_is_valid_and_its_commands_exist():
 
 
 def outcome(run, baseline):
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(FOLDER), "-c", os.devnull]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(FOLDER),
+        "-c",
+        os.devnull,
+    ]
     words += [
         "--annie-run",
         str(run),
@@ -42,7 +53,12 @@ def outcome(run, baseline):
         str(FOLDER / "test_served_model.py"),
     ]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, cwd=FOLDER, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        words,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=FOLDER,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     return done.returncode, done.stdout
 

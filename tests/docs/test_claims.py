@@ -22,13 +22,17 @@ UNIT = (
     r"|TFLOPS?)"
 )
 NUMBER = r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
-FIGURE = re.compile(rf"{NUMBER}(?<=\d)[ \u00a0]?{UNIT}(?![\w/])|{NUMBER}(?<=\d) of (?:\d{{1,3}}(?:,\d{{3}})+|\d+)\b")
+FIGURE = re.compile(
+    rf"{NUMBER}(?<=\d)[ \u00a0]?{UNIT}(?![\w/])|{NUMBER}(?<=\d) of (?:\d{{1,3}}(?:,\d{{3}})+|\d+)\b"
+)
 MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
 DATE = re.compile(rf"\b20\d\d-\d\d-\d\d\b|\b(?:\d{{1,2}} )?{MONTH} 20\d\d\b")
 COMMAND = re.compile(r"`(?:make [a-z-]+|annie-quant [a-z-]+[^`]*|python [^`]+|pytest [^`]*)`")
 LINK = re.compile(r"\]\(((?:docs|tests/perf)/[\w/.-]+\.md)\)")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-REQUIREMENTS = "docs/requirements.md"  # its figures are limits, and those that the original plan stated
+REQUIREMENTS = (
+    "docs/requirements.md"  # its figures are limits, and those that the original plan stated
+)
 # Neither measured nor set by the code: a DGX Spark's memory; 9e9 weights of two bytes; requirement R50; levels of confidence
 # and of decisions, which their sentences define; the block of an FP8 format; examples of a message and of options; a limit of
 # reviews.
@@ -53,7 +57,11 @@ NOMINAL = {
 
 
 def megabytes(folder: str) -> str:
-    size = sum(f.stat().st_size for f in (ROOT / folder).rglob("*") if f.is_file() and ".annie_quant" not in f.parts)
+    size = sum(
+        f.stat().st_size
+        for f in (ROOT / folder).rglob("*")
+        if f.is_file() and ".annie_quant" not in f.parts
+    )
     return f"{size / 1e6:.0f} MB"
 
 
@@ -89,11 +97,17 @@ def unsupported(text: str) -> list[str]:
     """Return the figures of README.md that have no date, command, page or count."""
     result = []
     for paragraph in paragraphs(text):
-        linked = "".join((ROOT / page).read_text(encoding="utf-8") for page in LINK.findall(paragraph))
+        linked = "".join(
+            (ROOT / page).read_text(encoding="utf-8") for page in LINK.findall(paragraph)
+        )
         for figure in (match[0] for match in FIGURE.finditer(paragraph)):
             if figure in COUNTED and COUNTED[figure]() == figure:
                 continue
-            if not (DATE.search(paragraph) or COMMAND.search(paragraph) or (figure in linked and DATE.search(linked))):
+            if not (
+                DATE.search(paragraph)
+                or COMMAND.search(paragraph)
+                or (figure in linked and DATE.search(linked))
+            ):
                 result.append(figure)
     return result
 
@@ -110,8 +124,14 @@ def undated(text: str) -> list[str]:
     result = []
     for section in (introduction, *sections):
         if not (DATE.search(section) or COMMAND.search(section)):
-            figures = [match[0] for paragraph in paragraphs(section) for match in FIGURE.finditer(paragraph)]
-            result += [f for f in figures if f not in NOMINAL and (f not in SETTINGS or SETTINGS[f]() != f)]
+            figures = [
+                match[0]
+                for paragraph in paragraphs(section)
+                for match in FIGURE.finditer(paragraph)
+            ]
+            result += [
+                f for f in figures if f not in NOMINAL and (f not in SETTINGS or SETTINGS[f]() != f)
+            ]
     return result
 
 
@@ -125,7 +145,9 @@ def test_an_undated_section_is_reported():
     """Negative control."""
     assert undated("It takes 3 minutes with 128 GB.") == ["3 minutes"]
     assert undated("It took 3 minutes (2026-11-22).\n## More\nIt takes 4 minutes.") == []
-    assert undated("## A\nIt took 3 minutes (2026-11-22).\n## B\nIt takes 4 minutes.") == ["4 minutes"]
+    assert undated("## A\nIt took 3 minutes (2026-11-22).\n## B\nIt takes 4 minutes.") == [
+        "4 minutes"
+    ]
     assert undated("At most 8 MB and 9 MB are kept.") == ["9 MB"]
 
 

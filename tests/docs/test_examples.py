@@ -49,7 +49,9 @@ def test_pack_tensor(tmp_path):
     output = run("pack_tensor", cwd=tmp_path)
     errors = dict(re.findall(r"relative error ([\d.]+)  \((\w+)\)", output))
     assert list(errors.values()) == ["amax", "four_over_six", "sweep"]
-    assert [float(e) for e in errors] == sorted(map(float, errors), reverse=True), "each search is no worse"
+    assert [float(e) for e in errors] == sorted(map(float, errors), reverse=True), (
+        "each search is no worse"
+    )
     assert "bf16      33.6 MB" in output and "NVFP4      9.4 MB" in output
 
 
@@ -62,28 +64,42 @@ def test_convert_checkpoint(forms):
 def test_audit_checkpoint(forms, tmp_path):
     folder, _ = forms
     output = run("audit_checkpoint", folder / "nvfp4", TINY, cwd=tmp_path)
-    assert "bits_per_weight: " in output and "vLLM: yes" in output and output.count("relative error") == 3
+    assert (
+        "bits_per_weight: " in output
+        and "vLLM: yes" in output
+        and output.count("relative error") == 3
+    )
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (folder / "nvfp4").iterdir():
         content = file.read_bytes()
-        (broken / file.name).write_bytes(content[:-500] if file.suffix == ".safetensors" else content)
+        (broken / file.name).write_bytes(
+            content[:-500] if file.suffix == ".safetensors" else content
+        )
     assert "✗" in run("audit_checkpoint", broken, cwd=tmp_path, code=1)
 
 
 def test_compare_checkpoints(forms, tmp_path):
     folder, _ = forms
-    output = run("compare_checkpoints", TINY, folder / "nvfp4", folder / "q4_k_m.gguf", cwd=tmp_path)
+    output = run(
+        "compare_checkpoints", TINY, folder / "nvfp4", folder / "q4_k_m.gguf", cwd=tmp_path
+    )
     assert "nvfp4: " in output and "q4_k_m.gguf: " in output and output.count("worst: ") == 6
 
 
 def test_evaluate_offline(forms, tmp_path, monkeypatch):
-    pytest.importorskip("torch", reason="torch computes the answers without a server; not installed")
+    pytest.importorskip(
+        "torch", reason="torch computes the answers without a server; not installed"
+    )
     pytest.importorskip("transformers", reason="transformers loads the model; not installed")
     folder, _ = forms
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evaluate_offline.py", *map(str, (folder / "nvfp4", TINY, 1))])
-    with contextlib.redirect_stdout(io.StringIO()) as printed:  # in this process, which may have imported torch
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate_offline.py", *map(str, (folder / "nvfp4", TINY, 1))]
+    )
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ) as printed:  # in this process, which may have imported torch
         runpy.run_path(str(EXAMPLES["evaluate_offline"]), run_name="__main__")
     output = printed.getvalue()
     assert "w4a16: mean KL" in output and re.search(r"tool_call +\d/1", output)

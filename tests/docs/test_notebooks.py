@@ -27,7 +27,10 @@ FEWER = {
     "7": {"\nn = 6\n": "\nn = 1\n", "calib_samples=8": "calib_samples=2"},
 }
 needs_jupyter = pytest.mark.skipif(
-    any(importlib.util.find_spec(m) is None for m in ("nbclient", "nbformat", "ipykernel", "matplotlib", "pandas")),
+    any(
+        importlib.util.find_spec(m) is None
+        for m in ("nbclient", "nbformat", "ipykernel", "matplotlib", "pandas")
+    ),
     reason="nbclient, nbformat, ipykernel, matplotlib or pandas is not installed (the notebooks extra), so no notebook can run",
 )
 
@@ -105,7 +108,9 @@ def test_a_notebook_runs(path, kernel):
     for html in rich:
         assert "<script" not in html and "http://" not in html.replace("http://127.0.0.1", "")
     pictures = [base64.b64decode(d["image/png"]) for d in shown if "image/png" in d]
-    assert len(pictures) >= PICTURES.get(path.name[0], 0) and all(p.startswith(b"\x89PNG") for p in pictures)
+    assert len(pictures) >= PICTURES.get(path.name[0], 0) and all(
+        p.startswith(b"\x89PNG") for p in pictures
+    )
     if keep := os.environ.get("KEEP_NOTEBOOKS"):  # to look at them
         del notebook.cells[0]
         nbformat.write(notebook, Path(keep) / path.name)

@@ -17,8 +17,17 @@ from paths import ROOT
 
 from annie_quant.cli import cli
 
-NOTES = [*sorted((ROOT / "tests").glob("perf/*.md")), ROOT / "tests/faults/README.md", ROOT / "tests/package/README.md"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
+NOTES = [
+    *sorted((ROOT / "tests").glob("perf/*.md")),
+    ROOT / "tests/faults/README.md",
+    ROOT / "tests/package/README.md",
+]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *NOTES,
+]
 NAMED = re.compile(r"\btests/(?:perf|faults|package)/[\w.]+\.(?:md|py|c|jsonl)\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"annie-quant ((?!-)[a-z][a-z-]*)([^\n`|;]*)")
@@ -57,7 +66,11 @@ def test_each_note_is_in_the_table_of_results():
 def test_commands_and_their_options_exist(page):
     for name, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
         command = cli.commands.get(name)
-        if command is None and name not in ("search", "compare") and not rest.strip().startswith(("-", "D", "M", "r")):
+        if (
+            command is None
+            and name not in ("search", "compare")
+            and not rest.strip().startswith(("-", "D", "M", "r"))
+        ):
             continue  # the package's name in a sentence
         assert command is not None, f"{page.name}: annie-quant {name}"
         if command.context_settings.get("ignore_unknown_options"):
@@ -69,13 +82,17 @@ def test_commands_and_their_options_exist(page):
 
 def command_lines(text: str) -> list[str]:
     """Return the commands in code blocks, one per line; `...` stands for options of an earlier line, so such lines are left out."""
-    lines = re.findall(r"^ {4,}annie-quant ([a-z][a-z-]*\b.*)", re.sub(r"\\\n\s*", " ", text), re.MULTILINE)
+    lines = re.findall(
+        r"^ {4,}annie-quant ([a-z][a-z-]*\b.*)", re.sub(r"\\\n\s*", " ", text), re.MULTILINE
+    )
     return [line for line in lines if "..." not in line and "…" not in line]
 
 
 def parse(line: str) -> None:
     """Parse a command as the command line does. Raises click.UsageError for a missing or an invalid value."""
-    name, *words = (word.partition("|")[0] for word in shlex.split(line, comments=True))  # "a|b": one of both
+    name, *words = (
+        word.partition("|")[0] for word in shlex.split(line, comments=True)
+    )  # "a|b": one of both
     command = cli.commands[name]
     with contextlib.suppress(click.exceptions.Exit):
         command.make_context(name, words[:-1] if words[-1:] == ["&"] else words)
@@ -126,6 +143,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     contents = (tmp_path / "site/index.html").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         place = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
-        assert place == "index" or f'href="{place}/"' in contents, f"{page.name} is not in the contents"
+        assert place == "index" or f'href="{place}/"' in contents, (
+            f"{page.name} is not in the contents"
+        )
     outside = re.findall(r'(?:src|href)="(https?://[^"]+)"', reference)
-    assert not [u for u in outside if u.endswith((".js", ".css")) or "fonts." in u], "the site asks nothing of others"
+    assert not [u for u in outside if u.endswith((".js", ".css")) or "fonts." in u], (
+        "the site asks nothing of others"
+    )

@@ -17,5 +17,7 @@ def test_every_entry_exists(page: str) -> None:
     entries = ENTRY.findall(text)
     assert len(entries) == text.count("\n::: ") > 0, "an entry that the pattern does not read"
     for module, members in entries:
-        missing = [n for n in members.split(", ") if not hasattr(importlib.import_module(module), n)]
+        missing = [
+            n for n in members.split(", ") if not hasattr(importlib.import_module(module), n)
+        ]
         assert not missing, f"{module} has no {', '.join(missing)}"

@@ -14,7 +14,15 @@ from paths import DATA, ROOT, TINY_ANNIE
 from annie_quant import checkpoint, documents, quantize
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.documents import Bench, Identity, Inputs, Run, WorkloadSummary, decode, limited_identity
+from annie_quant.documents import (
+    Bench,
+    Identity,
+    Inputs,
+    Run,
+    WorkloadSummary,
+    decode,
+    limited_identity,
+)
 from annie_quant.documents.records import GROUPS
 from annie_quant.judge.metrics import METRICS
 
@@ -32,7 +40,10 @@ RUNS = sorted((DATA / "runs").iterdir())
         (b"\xff\xfe", "not JSON"),
         (b'{"argv": [1]}', "argv[0]: expected str, got int"),
         (b'{"stages": [{"seconds": 1}]}', "stages[0]: object missing required field 'name'"),
-        (b'{"aggregates": {"served": {"a": {"errors": "x"}}}}', "aggregates.served[...].errors: expected int, got str"),
+        (
+            b'{"aggregates": {"served": {"a": {"errors": "x"}}}}',
+            "aggregates.served[...].errors: expected int, got str",
+        ),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"config":' * 200_000, "nested too deeply"),
         (b'{"schema_version": 99}', "was written by a newer annie-quant"),
@@ -52,7 +63,9 @@ def test_the_class_of_the_error_can_be_chosen_and_a_missing_file_is_named(tmp_pa
 
 
 def test_a_types_own_check_names_the_file():
-    with pytest.raises(EnvironmentFault, match=r"inputs.json: concurrency must be 1 or more, got 0"):
+    with pytest.raises(
+        EnvironmentFault, match=r"inputs.json: concurrency must be 1 or more, got 0"
+    ):
         decode(Inputs, b'{"config": {"loads": [{"concurrency": 0}]}}', "inputs.json")
 
 
@@ -86,7 +99,11 @@ def test_what_a_server_reports_is_limited():
         "meta": {"source": ["x"], "pid": 3},
     }
     identity = limited_identity(hostile)
-    assert len(identity.model) == 200 and identity.version is None and identity.model_meta.n_params == 9e9
+    assert (
+        len(identity.model) == 200
+        and identity.version is None
+        and identity.model_meta.n_params == 9e9
+    )
     assert identity.model_meta.n_vocab is None and len(identity.sampling_defaults) == 100
     assert decode(Identity, documents.encode(identity)) == identity
     document = {"backends": {"a": hostile | {"name": None}}}
@@ -96,7 +113,9 @@ def test_what_a_server_reports_is_limited():
 
 
 def test_unknown_fields_are_ignored():
-    record = documents.decode_record(b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}', "x")
+    record = documents.decode_record(
+        b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}', "x"
+    )
     assert record.prompt == ("w", "c", 0)
 
 
@@ -111,7 +130,9 @@ def test_stored_records_are_read_into_groups_and_written_flat(folder):
             name: value for name, value in stored.items() if name in written
         }
         assert record.timings.e2e_ms == stored["e2e_ms"] and record.answer.text == stored["text"]
-        assert record.tokens.usage == stored["usage"] and record.judgement.checks == stored["checks"]
+        assert (
+            record.tokens.usage == stored["usage"] and record.judgement.checks == stored["checks"]
+        )
         assert documents.salvage_record(line) == record
     assert lines
 
@@ -149,9 +170,12 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-FIGURES = documents.KLSummary(*([3] + [float("nan")] * 5), 2, float("inf"), *([float("nan")] * 6))  # of a broken model
+FIGURES = documents.KLSummary(
+    *([3] + [float("nan")] * 5), 2, float("inf"), *([float("nan")] * 6)
+)  # of a broken model
 BROKEN = msgspec.structs.replace(
-    EXAMPLES["evaluation"], numerics={"w4a4": msgspec.structs.replace(NUMERICS, kl=FIGURES, perplexity=float("nan"))}
+    EXAMPLES["evaluation"],
+    numerics={"w4a4": msgspec.structs.replace(NUMERICS, kl=FIGURES, perplexity=float("nan"))},
 )
 
 
@@ -163,12 +187,17 @@ def test_figures_that_are_not_numbers_are_null_in_json_and_nan_in_python(tmp_pat
         write(tmp_path / "x.json", BROKEN.to_dict() if write is files.write_json else BROKEN)
         document = json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
         assert (
-            document["numerics"]["w4a4"]["kl"]["mean"] is None and document["numerics"]["w4a4"]["kl"]["n_tokens"] == 3
+            document["numerics"]["w4a4"]["kl"]["mean"] is None
+            and document["numerics"]["w4a4"]["kl"]["n_tokens"] == 3
         )
         side = documents.Evaluation.load(tmp_path / "x.json").numerics["w4a4"]
-        assert math.isnan(side.kl.mean) and math.isnan(side.kl.flips_predicted) and side.kl.flips == 2
+        assert (
+            math.isnan(side.kl.mean) and math.isnan(side.kl.flips_predicted) and side.kl.flips == 2
+        )
         assert side.perplexity is None, "this figure may be missing"
-    (tmp_path / "old.json").write_text(json.dumps(msgspec.to_builtins(BROKEN)))  # as version 0.2.0 wrote it
+    (tmp_path / "old.json").write_text(
+        json.dumps(msgspec.to_builtins(BROKEN))
+    )  # as version 0.2.0 wrote it
     assert "NaN" in (tmp_path / "old.json").read_text()
     assert math.isnan(documents.Evaluation.load(tmp_path / "old.json").numerics["w4a4"].kl.mean)
     search = msgspec.structs.replace(EXAMPLES["search"], seconds=float("nan"))
@@ -178,28 +207,44 @@ def test_figures_that_are_not_numbers_are_null_in_json_and_nan_in_python(tmp_pat
 
 
 def test_null_for_what_is_not_a_number_is_still_refused():
-    document = documents.encode(EXAMPLES["evaluation"]).replace(b'"n_answers":3', b'"n_answers":null')
+    document = documents.encode(EXAMPLES["evaluation"]).replace(
+        b'"n_answers":3', b'"n_answers":null'
+    )
     with pytest.raises(EnvironmentFault, match="n_answers: expected int, got null"):
         decode(documents.Evaluation, document, "x.json")
 
 
 @pytest.mark.parametrize("kind", [Run, Bench, documents.Evaluation, documents.SearchResult])
 def test_one_version_rule_for_runs_evaluations_and_searches(kind):
-    example = {documents.Evaluation: EXAMPLES["evaluation"], documents.SearchResult: EXAMPLES["search"]}.get(
-        kind
-    ) or kind()
+    example = {
+        documents.Evaluation: EXAMPLES["evaluation"],
+        documents.SearchResult: EXAMPLES["search"],
+    }.get(kind) or kind()
     document = msgspec.to_builtins(example)
     assert document["schema_version"] == documents.SCHEMA_VERSION
     for older in ({"schema_version": 1}, {}):
-        rest = {k: v for k, v in document.items() if k != "schema_version"} if not older else document
-        assert decode(kind, json.dumps(rest | older).encode()).schema_version == documents.SCHEMA_VERSION
-    newer = document | {"schema_version": documents.SCHEMA_VERSION + 1, "version": "0.9.1", "unknown": 1}
-    with pytest.raises(EnvironmentFault, match=r"x\.json was written by a newer annie-quant") as caught:
+        rest = (
+            {k: v for k, v in document.items() if k != "schema_version"} if not older else document
+        )
+        assert (
+            decode(kind, json.dumps(rest | older).encode()).schema_version
+            == documents.SCHEMA_VERSION
+        )
+    newer = document | {
+        "schema_version": documents.SCHEMA_VERSION + 1,
+        "version": "0.9.1",
+        "unknown": 1,
+    }
+    with pytest.raises(
+        EnvironmentFault, match=r"x\.json was written by a newer annie-quant"
+    ) as caught:
         decode(kind, json.dumps(newer).encode(), "x.json")
     assert caught.value.hint == "pip install --upgrade 'annie-quant>=0.9.1'"
     with pytest.raises(EnvironmentFault) as caught:
         decode(kind, json.dumps(newer | {"version": "1; rm -rf"}).encode(), "x.json")
-    assert caught.value.hint == "pip install --upgrade annie-quant", "text of the file is not a command"
+    assert caught.value.hint == "pip install --upgrade annie-quant", (
+        "text of the file is not a command"
+    )
 
 
 def test_the_json_schemas_are_current_and_hold(tmp_path):
@@ -208,16 +253,21 @@ def test_the_json_schemas_are_current_and_hold(tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     folder = ROOT / "docs/reference/schemas"
-    assert {p.name: p.read_text() for p in folder.iterdir()} == module.texts(), "run python tools/make_schemas.py"
+    assert {p.name: p.read_text() for p in folder.iterdir()} == module.texts(), (
+        "run python tools/make_schemas.py"
+    )
     for name, kind in module.DOCUMENTS.items():
         checker = jsonschema.Draft202012Validator(json.loads(module.texts()[f"{name}.json"]))
         if name == "record":
             texts = (RUNS[-1] / "records.jsonl").read_text().splitlines()
         elif name == "workload":
-            texts = [path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")]
+            texts = [
+                path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")
+            ]
         elif name == "audit":
             texts = [
-                json.dumps(checkpoint.audit(f, source=TINY_ANNIE).to_dict()) for f in (TINY_ANNIE, tmp_path / "out")
+                json.dumps(checkpoint.audit(f, source=TINY_ANNIE).to_dict())
+                for f in (TINY_ANNIE, tmp_path / "out")
             ]
         elif name == "recipe":
             texts = [(tmp_path / "out" / documents.RECIPE_FILE).read_text()]
@@ -232,6 +282,11 @@ def test_the_json_schemas_are_current_and_hold(tmp_path):
 
 def test_one_bad_entry_does_not_remove_the_others():
     """Also of a list with limits; one that is too long is left out, as before."""
-    identity = documents.salvage_value(documents.Identity, {"name": "a", "caveats": ["no /props", 5, "x" * 201]})
+    identity = documents.salvage_value(
+        documents.Identity, {"name": "a", "caveats": ["no /props", 5, "x" * 201]}
+    )
     assert identity.caveats == ["no /props"]
-    assert documents.salvage_value(documents.Identity, {"name": "a", "caveats": ["x"] * 21}).caveats == []
+    assert (
+        documents.salvage_value(documents.Identity, {"name": "a", "caveats": ["x"] * 21}).caveats
+        == []
+    )

@@ -51,7 +51,9 @@ def environment(stage: Stage, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": home, "OMP_NUM_THREADS": "2", **stage.env, **more}
 
 
-def begin(stage: Stage, inputs: Path, output: Path, prefix: list[str] | None = None, **more: Any) -> subprocess.Popen:
+def begin(
+    stage: Stage, inputs: Path, output: Path, prefix: list[str] | None = None, **more: Any
+) -> subprocess.Popen:
     env = more.pop("env", environment(stage))
     return subprocess.Popen(
         [*(prefix or []), *stage.program, *stage.words(inputs, output)],
@@ -82,7 +84,11 @@ def undisturbed(stage: Stage, inputs: Path, output: Path) -> tuple[Ended, Whole]
     while process.poll() is None and time.monotonic() - start < LIMIT_S:
         with contextlib.suppress(OSError, StopIteration):
             status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak"))
+            peak = next(
+                int(line.split()[1]) * 1024
+                for line in status.splitlines()
+                if line.startswith("VmPeak")
+            )
             cpu = cpu_s(process.pid)
         time.sleep(0.01)
     ended, seconds = finish(process), time.monotonic() - start
@@ -97,7 +103,10 @@ def signalled(number: int) -> Callable[..., Ended]:
         # with finished stages there is less to do each time
         moments = (0.4, 0.35, 0.25) if stage.name in STAGE_BY_STAGE else (0.35, 0.6, 0.85)
         for part in moments if whole.seconds < LONG_S else (0.6,):
-            process, moment = begin(stage, inputs, output), whole.cpu_s * (part + rng.uniform(-0.1, 0.1))
+            process, moment = (
+                begin(stage, inputs, output),
+                whole.cpu_s * (part + rng.uniform(-0.1, 0.1)),
+            )
             while process.poll() is None and cpu_s(process.pid) < moment:
                 time.sleep(0.005)
             process.send_signal(number)
@@ -114,7 +123,10 @@ def signalled(number: int) -> Callable[..., Ended]:
 
 @contextlib.contextmanager
 def tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=777", "tmpfs", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=777", "tmpfs", str(folder)],
+        check=True,
+    )
     try:
         yield
     finally:
@@ -156,7 +168,12 @@ def no_memory(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
     for share in (0.9, 0.7, 0.5) if whole.seconds < LONG_S else (0.7,):
         limit = int(whole.peak_bytes * share)
         ended = finish(
-            begin(stage, inputs, output, preexec_fn=lambda n=limit: resource.setrlimit(resource.RLIMIT_AS, (n, n)))
+            begin(
+                stage,
+                inputs,
+                output,
+                preexec_fn=lambda n=limit: resource.setrlimit(resource.RLIMIT_AS, (n, n)),
+            )
         )
         codes.append(str(ended.code))
         if ended.code != whole.code:
@@ -172,7 +189,11 @@ def unreadable(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
     if stage.main is None:
         return Ended(None)
     source = stage.main(inputs)
-    source = output / source.relative_to(inputs) if (output / source.relative_to(inputs)).exists() else source
+    source = (
+        output / source.relative_to(inputs)
+        if (output / source.relative_to(inputs)).exists()
+        else source
+    )
     mode = source.stat().st_mode
     output.chmod(0o777)
     source.chmod(0o600)
@@ -198,9 +219,7 @@ def two_at_once(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
     time.sleep(whole.seconds * 0.4)
     second = finish(begin(stage, inputs, output))
     ended = finish(first)
-    second.note = (
-        f"the first {'ended well' if ended.code == whole.code else f'ENDED WITH {ended.code}: {ended.stderr[-300:]}'}"
-    )
+    second.note = f"the first {'ended well' if ended.code == whole.code else f'ENDED WITH {ended.code}: {ended.stderr[-300:]}'}"
     return second
 
 
@@ -209,7 +228,9 @@ def clock_steps(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
     shim = inputs / "clock.so"
     if not shim.exists():
         source = Path(__file__).with_name("clock.c")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(shim), str(source), "-ldl"], check=True)
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-O1", "-o", str(shim), str(source), "-ldl"], check=True
+        )
     ended = finish(begin(stage, inputs, output, env=environment(stage, LD_PRELOAD=str(shim))))
     same = ended.code == whole.code and stage.outcome(output) == whole.outcome
     return Ended(ended.code, ended.stderr, "the same result" if same else "ANOTHER RESULT")
@@ -261,7 +282,9 @@ def servers_die(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
     address = (inputs / "servers").read_text()
     with serving(inputs) as servers:
         records, process = output / "run/records.jsonl", begin(stage, inputs, output)
-        while process.poll() is None and not (records.exists() and records.read_bytes().count(b"\n") >= 6):
+        while process.poll() is None and not (
+            records.exists() and records.read_bytes().count(b"\n") >= 6
+        ):
             time.sleep(0.01)
         servers[1].stop()
         ended = finish(process)

@@ -26,7 +26,9 @@ def main() -> int:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--faults", default=",".join(FAULTS))
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes of a background job would ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # child processes of a background job would ignore it
     inputs = arguments.folder.resolve() / "inputs"
     prepare(inputs)
     bad = 0
@@ -58,10 +60,18 @@ def row(stage: Stage, fault: str, inputs: Path, output: Path, whole: Whole) -> b
         return False
     left = [f.name for f in output.rglob("*") if f.name.endswith((".part", ".old", ".work"))]
     again = finish(begin(stage, inputs, output))
-    remains = [str(f.relative_to(output)) for f in output.rglob("*") if f.name.endswith((".part", ".old"))]
+    remains = [
+        str(f.relative_to(output)) for f in output.rglob("*") if f.name.endswith((".part", ".old"))
+    ]
     faults = problems(stage, ended, again, remains, output, whole)
     reported = message(ended.stderr, output, inputs)
-    cells = [stage.name, fault, str(ended.code), "; ".join(filter(None, (reported, ended.note))), ", ".join(left[:2])]
+    cells = [
+        stage.name,
+        fault,
+        str(ended.code),
+        "; ".join(filter(None, (reported, ended.note))),
+        ", ".join(left[:2]),
+    ]
     rerun = "; ".join(f"**{f}**" for f in faults) if faults else "the same"
     print("| " + " | ".join(c.replace("|", "\\|") for c in cells) + f" | {rerun} |", flush=True)
     for text in (ended.stderr, again.stderr):
@@ -70,7 +80,9 @@ def row(stage: Stage, fault: str, inputs: Path, output: Path, whole: Whole) -> b
     return bool(faults)
 
 
-def problems(stage: Stage, ended: Ended, again: Ended, remains: list[str], output: Path, whole: Whole) -> list[str]:
+def problems(
+    stage: Stage, ended: Ended, again: Ended, remains: list[str], output: Path, whole: Whole
+) -> list[str]:
     result = []
     if "Traceback" in ended.stderr or "Traceback" in again.stderr:
         result.append("traceback")
@@ -91,7 +103,9 @@ def problems(stage: Stage, ended: Ended, again: Ended, remains: list[str], outpu
 
 def message(stderr: str, output: Path, inputs: Path) -> str:
     """Return the lines of the error message, without progress."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", stderr).replace(str(output), "OUT").replace(str(inputs), "IN")
+    text = (
+        re.sub(r"\x1b\[[0-9;]*m", "", stderr).replace(str(output), "OUT").replace(str(inputs), "IN")
+    )
     lines = [line.strip() for line in text.splitlines()]
     at = next((i for i, line in enumerate(lines) if line.startswith("annie-quant:")), None)
     if at is None:

@@ -14,7 +14,9 @@ CASES, MAX_TOKENS = 2, 24
 everything = judge.load_workloads
 
 
-def few(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[judge.Workload]:
+def few(
+    names: Iterable[str] | None = None, folder: str | Path | None = None
+) -> list[judge.Workload]:
     requests = set(NAMES if names is None else names)
     whole = everything([n for n in NAMES if n in requests], folder)
     return [dataclasses.replace(w, cases=w.cases[:CASES], max_tokens=MAX_TOKENS) for w in whole]

@@ -47,7 +47,10 @@ def digest(*patterns: str) -> Callable[[Path], dict[str, str]]:
 
     def result(output: Path) -> dict[str, str]:
         files = sorted({f for p in patterns for f in output.glob(p) if f.is_file()})
-        return {str(f.relative_to(output)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
+        return {
+            str(f.relative_to(output)): hashlib.sha256(f.read_bytes()).hexdigest()[:12]
+            for f in files
+        }
 
     return result
 
@@ -72,12 +75,20 @@ def gates(pattern: str) -> Callable[[Path], Any]:
 
 def requests(output: Path) -> Any:
     text = (output / "records.jsonl").read_text()
-    return sorted((r["id"], r["text"]) for r in map(json.loads, text.splitlines()) if not r["warmup"])
+    return sorted(
+        (r["id"], r["text"]) for r in map(json.loads, text.splitlines()) if not r["warmup"]
+    )
 
 
 def quantize(strategy: str) -> Stage:
     def words(inputs: Path, output: Path) -> list[str]:
-        data = ["--calib-data", str(inputs / "data.jsonl"), "--calib-samples", "8", "--allow-prompt-mismatch"]
+        data = [
+            "--calib-data",
+            str(inputs / "data.jsonl"),
+            "--calib-samples",
+            "8",
+            "--allow-prompt-mismatch",
+        ]
         # a finished output is never replaced by itself, so a second run over it needs --force
         return ["quantize", "--strategy", strategy, "--model", str(inputs / "bf16"), *data, "--output",
                 str(output / strategy), "--force"]  # fmt: skip
@@ -189,7 +200,15 @@ def prepare(inputs: Path) -> None:
     shutil.copytree(TINY, inputs / "bf16")
     for words in (
         ["data", "--n", "20", "--output", str(inputs / "data.jsonl")],
-        ["quantize", "--strategy", "direct", "--model", str(TINY), "--output", str(inputs / "nvfp4")],
+        [
+            "quantize",
+            "--strategy",
+            "direct",
+            "--model",
+            str(TINY),
+            "--output",
+            str(inputs / "nvfp4"),
+        ],
     ):
         subprocess.run([*ANNIE_QUANT, *words], check=True, capture_output=True)
     shutil.copytree(sorted((TESTS / "data/runs").iterdir())[-1], inputs / "run")

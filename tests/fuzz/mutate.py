@@ -39,7 +39,13 @@ WILD = (0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1)
 def nodes(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Yield the paths to all nodes of a JSON value, the root first."""
     yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from nodes(inner, (*path, key))
 
 

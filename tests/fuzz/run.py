@@ -28,7 +28,9 @@ INPUT_BYTES = 4096
 INPUT_S = 60  # an input that takes longer is a finding
 SIMD = re.compile(r"/\* flags for (\w+):(.*)\*/")  # the first line of a SIMD variant
 
-Row = tuple[str, str, int, str, int, bool]  # name, fuzzer, executions, coverage, corpus size, failed
+Row = tuple[
+    str, str, int, str, int, bool
+]  # name, fuzzer, executions, coverage, corpus size, failed
 
 
 def libfuzzer(name: str, by: str, command: list[str], seconds: int, seeds: list[Path]) -> Row:
@@ -37,19 +39,35 @@ def libfuzzer(name: str, by: str, command: list[str], seconds: int, seeds: list[
     options = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-timeout={INPUT_S}", f"-max_len={INPUT_BYTES * 8}",
                "-rss_limit_mb=4096", f"-artifact_prefix={BUILD}/crash-{name}-"]  # fmt: skip
     folders = [str(corpus), *(str(s) for s in seeds if s.is_dir())]
-    done = subprocess.run([*command, *options, *folders], capture_output=True, text=True, cwd=BUILD, errors="replace")
+    done = subprocess.run(
+        [*command, *options, *folders], capture_output=True, text=True, cwd=BUILD, errors="replace"
+    )
     runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     cover = re.findall(r"cov: (\d+) ft: (\d+)", done.stderr)
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
     coverage = f"{cover[-1][0]} edges" if cover else ""
-    return name, by, int(runs[1]) if runs else 0, coverage, len(list(corpus.iterdir())), done.returncode != 0
+    return (
+        name,
+        by,
+        int(runs[1]) if runs else 0,
+        coverage,
+        len(list(corpus.iterdir())),
+        done.returncode != 0,
+    )
 
 
 def c_target(name: str, seconds: int) -> Row:
     binary = BUILD / name
     sources = [HERE / f"fuzz_{name}.c", ROOT / f"csrc/stream/{name}.c"]
-    flags = ["-std=c11", "-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-DLIBFUZZER", f"-I{ROOT}/csrc"]
+    flags = [
+        "-std=c11",
+        "-g",
+        "-O1",
+        "-fsanitize=fuzzer,address,undefined",
+        "-DLIBFUZZER",
+        f"-I{ROOT}/csrc",
+    ]
     subprocess.run(["clang", *flags, *sources, *C_TARGETS[name], "-o", binary], check=True)
     return libfuzzer(name, "libFuzzer", [str(binary)], seconds, [HERE / "corpus" / name])
 
@@ -71,11 +89,14 @@ def codec(seconds: int) -> Row:
     start = random.randrange(10_000)
     while time.monotonic() < until:
         done = subprocess.run(
-            [str(BUILD / "codec"), str(each), str(start + rounds)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [str(BUILD / "codec"), str(each), str(start + rounds)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         rounds += 1
         if done.returncode:
-            print(f"codec: broken with {each} executions from {start + rounds - 1}", file=sys.stderr)
+            print(
+                f"codec: broken with {each} executions from {start + rounds - 1}", file=sys.stderr
+            )
             return "codec", "own driver", rounds * each, "", 0, True
     return "codec", "own driver", rounds * each, "", 0, False
 
@@ -99,7 +120,17 @@ def have_atheris() -> bool:
     try:
         import atheris  # noqa: F401
     except ImportError:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(SITE), "atheris==3.0.0"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(SITE),
+            "atheris==3.0.0",
+        ]
         return subprocess.run(pip, capture_output=True).returncode == 0
     return True
 
@@ -169,7 +200,9 @@ def main(arguments: list[str]) -> int:
     from targets import TARGETS
 
     known = [*C_TARGETS, "codec", *TARGETS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seconds", nargs="?", type=int, default=60, help="per fuzzer")
     parser.add_argument(
         "names",
@@ -182,7 +215,9 @@ def main(arguments: list[str]) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in names:
-        if name in (*C_TARGETS, "codec") and not shutil.which("clang" if name in C_TARGETS else "gcc"):
+        if name in (*C_TARGETS, "codec") and not shutil.which(
+            "clang" if name in C_TARGETS else "gcc"
+        ):
             print(f"{name}: skipped, its compiler is not installed", file=sys.stderr)
             continue
         rows.append(

@@ -21,7 +21,9 @@ import numpy as np
 from annie_quant.core.errors import AnnieError
 
 SHARED = "/dev/shm"  # in memory, because each input is written to a file
-FOLDER = Path(tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None))
+FOLDER = Path(
+    tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None)
+)
 DATA = Path(__file__).resolve().parent.parent / "data"
 ROOT = DATA.parent.parent
 TOOL = {
@@ -30,7 +32,11 @@ TOOL = {
         "name": "search_memory",
         "parameters": {
             "type": "object",
-            "properties": {"query": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "object"}},
+            "properties": {
+                "query": {"type": "string"},
+                "n": {"type": "integer"},
+                "x": {"type": "object"},
+            },
         },
     },
 }
@@ -85,9 +91,16 @@ def safetensors(raw: bytes) -> None:
 def safetensors_seeds() -> Iterable[bytes]:
     from annie_quant.checkpoint import header
 
-    table = [("a.weight", "U8", (2, 8)), ("a.weight_scale", "F8_E4M3", (2, 1)), ("b", "F32", ()), ("c", "BF16", (0, 3))]
+    table = [
+        ("a.weight", "U8", (2, 8)),
+        ("a.weight_scale", "F8_E4M3", (2, 1)),
+        ("b", "F32", ()),
+        ("c", "BF16", (0, 3)),
+    ]
     for entries in ([], table[:1], table):
-        head = header.build([(n, d, s) for n, d, s in entries], {"format": "pt"} if len(entries) > 1 else {})
+        head = header.build(
+            [(n, d, s) for n, d, s in entries], {"format": "pt"} if len(entries) > 1 else {}
+        )
         yield head + bytes(sum(header.DTYPES[d].itemsize * int(np.prod(s)) for _, d, s in entries))
 
 
@@ -110,7 +123,12 @@ def gguf_seeds() -> Iterable[bytes]:
     out.add_float32("some.number", 1.5)
     out.add_tensor("a.weight", np.arange(64, dtype=np.float32).reshape(2, 32))
     out.add_tensor("b.weight", np.arange(32, dtype=np.float16))
-    for step in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
+    for step in (
+        out.write_header_to_file,
+        out.write_kv_data_to_file,
+        out.write_tensors_to_file,
+        out.close,
+    ):
         step()
     yield path.read_bytes()
 
@@ -188,7 +206,11 @@ def record_seeds() -> Iterable[bytes]:
            "itl_ms": [1.0, 2.0], "decode_tok_s": 100.0, "completion_tokens": 3, "checks": {"non_empty": True}}  # fmt: skip
     yield json.dumps(row).encode() + b"\n"
     yield (
-        b"".join(json.dumps(row | {"id": str(i), "backend": "ab"[i % 2]}).encode() + b"\n" for i in range(4)) + b'{"id'
+        b"".join(
+            json.dumps(row | {"id": str(i), "backend": "ab"[i % 2]}).encode() + b"\n"
+            for i in range(4)
+        )
+        + b'{"id'
     )
 
 
@@ -216,7 +238,13 @@ def run_json_seeds() -> Iterable[bytes]:
         "n_to_decide": 9,
     }
     spread = {"p50": 1.0, "p90": 2.0, "p99": 3.0, "mean": 1.2, "low": 1.0, "high": 1.5}
-    times = {"n": 4, "ttft_content_ms": spread, "itl_ms": spread, "e2e_ms": spread, "decode_tok_s": spread}
+    times = {
+        "n": 4,
+        "ttft_content_ms": spread,
+        "itl_ms": spread,
+        "e2e_ms": spread,
+        "decode_tok_s": spread,
+    }
     served = {
         "a": {
             "model": "naive",
@@ -226,9 +254,21 @@ def run_json_seeds() -> Iterable[bytes]:
             "memory_bytes": {"idle": 1},
         }
     }
-    offline = {"naive": {"w4a4": {"gates": {"tool_call": gate}, "kl": {"mean": 0.1, "p99": 1.0, "n_tokens": 9}}}}
-    models = [{"name": "naive", "label": "n", "format": "nvfp4", "size_bytes": 9, "bits_per_weight": 4.5}]
-    aggregates = {"models": models, "offline": offline, "served": served, "comparisons": [], "turns": {"a": []}}
+    offline = {
+        "naive": {
+            "w4a4": {"gates": {"tool_call": gate}, "kl": {"mean": 0.1, "p99": 1.0, "n_tokens": 9}}
+        }
+    }
+    models = [
+        {"name": "naive", "label": "n", "format": "nvfp4", "size_bytes": 9, "bits_per_weight": 4.5}
+    ]
+    aggregates = {
+        "models": models,
+        "offline": offline,
+        "served": served,
+        "comparisons": [],
+        "turns": {"a": []},
+    }
     verdict = {"sentence": "s", "passed": False, "reasons": [], "caveats": []}
     plain: dict = {"schema_version": 1, "argv": [], "environment": {}, "config": {}, "stages": []}
     yield json.dumps(plain | {"aggregates": aggregates, "verdict": verdict}).encode()
@@ -264,9 +304,19 @@ def tiny_recording() -> bytes:
     events = np.zeros(2, native.EVENT_ROW)
     events["user_ns"] = (2, 3)
     events["offset"], events["size"] = (0, 47), (47, 14)
-    events["data_start"], events["data_size"], events["data_lines"], events["kind"] = 6, (39, 6), 1, (1, 2)
+    events["data_start"], events["data_size"], events["data_lines"], events["kind"] = (
+        6,
+        (39, 6),
+        1,
+        (1, 2),
+    )
     requests = np.zeros(1, native.REQUEST_ROW)
-    requests["status"], requests["event_stream"], requests["started_ns"], requests["ended_ns"] = 200, 1, 1, 4
+    requests["status"], requests["event_stream"], requests["started_ns"], requests["ended_ns"] = (
+        200,
+        1,
+        1,
+        4,
+    )
     plan = {
         "schema_version": 1,
         "origin_ns": 1,
@@ -306,7 +356,12 @@ def chunks(raw: bytes) -> None:
 
 def chunk_seeds() -> Iterable[bytes]:
     call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
-    deltas: list[dict] = [{"role": "assistant"}, {"content": "a"}, {"reasoning_content": "r"}, {"tool_calls": [call]}]
+    deltas: list[dict] = [
+        {"role": "assistant"},
+        {"content": "a"},
+        {"reasoning_content": "r"},
+        {"tool_calls": [call]},
+    ]
     rows = [{"choices": [{"index": 0, "delta": d}], "model": "m"} for d in deltas]
     rows += [
         {
@@ -330,15 +385,35 @@ def chunk_seeds() -> Iterable[bytes]:
             "index": 0,
             "content_block": {"type": "tool_use", "id": "t", "name": "f", "input": {}},
         },
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": "{}"}},
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "input_json_delta", "partial_json": "{}"},
+        },
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": usage},
         {"type": "message_stop"},
-        {"type": "response.output_item.added", "output_index": 1, "item": {"type": "function_call", "name": "f"}},
+        {
+            "type": "response.output_item.added",
+            "output_index": 1,
+            "item": {"type": "function_call", "name": "f"},
+        },
         {"type": "response.output_text.delta", "delta": "a"},
         {"type": "response.completed", "response": {"usage": usage, "status": "completed"}},
         {"type": "response.failed", "response": {"error": {"message": "m"}}},
-        {"message": {"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "done": False},
-        {"response": "a", "done": True, "eval_count": 3, "eval_duration": 9, "done_reason": "length"},
+        {
+            "message": {
+                "content": "a",
+                "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+            },
+            "done": False,
+        },
+        {
+            "response": "a",
+            "done": True,
+            "eval_count": 3,
+            "eval_duration": 9,
+            "done_reason": "length",
+        },
     ]
     for event in events:
         yield f"event: x\ndata: {json.dumps(event)}\n\n".encode()
@@ -353,7 +428,9 @@ def server_log(raw: bytes) -> None:
     path.write_bytes(raw)
     values = dataclasses.astuple(doctor.check_log(path))
     assert all("\n" not in value for value in values), values
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(values)), "terminal escape sequences"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(values)), (
+        "terminal escape sequences"
+    )
 
 
 def log_seeds() -> Iterable[bytes]:

@@ -21,7 +21,13 @@ def test_seeds_corpus_and_mutations(name: str) -> None:
     seeds = list(target.seeds())
     assert seeds
     rng = random.Random(name)
-    for raw in [*seeds, *corpus, *(mutate(rng, rng.choice(seeds)) for _ in range(100)), b"", b"\0" * 40]:
+    for raw in [
+        *seeds,
+        *corpus,
+        *(mutate(rng, rng.choice(seeds)) for _ in range(100)),
+        b"",
+        b"\0" * 40,
+    ]:
         target.run(raw)
 
 

@@ -48,7 +48,10 @@ def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     (check,) = validate._codec()
     assert check.ok is None and check.detail.startswith("not compared")
     passed = validate.Check("another", True, "")
-    assert validate.Validation({}, {}, [passed]).ok and not validate.Validation({}, {}, [passed, check]).ok
+    assert (
+        validate.Validation({}, {}, [passed]).ok
+        and not validate.Validation({}, {}, [passed, check]).ok
+    )
     lines = []
     monkeypatch.setattr(doctor.console, "line", lambda text, mark="": lines.append((text, mark)))
     monkeypatch.setattr(doctor.console, "print_mapping", lambda *arguments: None)
@@ -74,7 +77,9 @@ def test_without_a_gpu_every_function_raises_with_exit_code_3():
 def test_the_stub_names_each_function_with_its_arguments():
     module = importlib.import_module("annie_quant._gemm")
     stub = ast.parse((ROOT / "annie_quant/_gemm.pyi").read_text())
-    declared = {f.name: len(f.args.posonlyargs) for f in stub.body if isinstance(f, ast.FunctionDef)}
+    declared = {
+        f.name: len(f.args.posonlyargs) for f in stub.body if isinstance(f, ast.FunctionDef)
+    }
     documented = {}
     for name, value in vars(module).items():
         if isinstance(value, types.BuiltinFunctionType):
@@ -84,7 +89,11 @@ def test_the_stub_names_each_function_with_its_arguments():
 
 
 def test_host_arrays_and_other_objects_are_refused_with_a_message():
-    for array, message in [(np.zeros(4, np.float32), "host memory"), ([1, 2], "a list"), ("x", "a str")]:
+    for array, message in [
+        (np.zeros(4, np.float32), "host memory"),
+        ([1, 2], "a list"),
+        ("x", "a str"),
+    ]:
         with pytest.raises(UsageError, match=message):
             arrays.view(array, "x")
 
@@ -116,7 +125,10 @@ ALL = os.environ.get(
     "ANNIE_QUANT_CUDA_ALL"
 )  # more architectures and kernels, for changes of the kernels: half a minute
 GB10_BLOCK = 99 * 1024  # bytes of shared memory per block on a GB10
-OMMA, HMMA = 0x47F, 0x23C  # SASS opcodes: the low 12 bits of an instruction's 16 bytes, as shown in cuobjdump's output
+OMMA, HMMA = (
+    0x47F,
+    0x23C,
+)  # SASS opcodes: the low 12 bits of an instruction's 16 bytes, as shown in cuobjdump's output
 
 
 def cubin(source, arch):
@@ -125,12 +137,26 @@ def cubin(source, arch):
     if nvcc is None:
         pytest.skip("needs nvcc")
     code = f"arch=compute_{arch},code=sm_{arch}"
-    command = [nvcc, "-O3", "-std=c++17", "-Icsrc", "-gencode", code, "-Xptxas", "-v", "-cubin", source, "-o"]
+    command = [
+        nvcc,
+        "-O3",
+        "-std=c++17",
+        "-Icsrc",
+        "-gencode",
+        code,
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        source,
+        "-o",
+    ]
     version = subprocess.run([nvcc, "--version"], check=True, capture_output=True).stdout
     sources = [file.read_bytes() for file in sorted((ROOT / "csrc").rglob("*.[ch]*"))]
 
     def compile_source(folder):
-        done = subprocess.run([*command, folder / "code"], check=True, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, folder / "code"], check=True, cwd=ROOT, capture_output=True, text=True
+        )
         (folder / "report").write_text(done.stderr)
 
     inputs = b"\n".join([*sources, version, repr(command).encode()])
@@ -148,12 +174,15 @@ def instructions(path):
     result = Counter()
     for name, _, _, _, at, length in sections:
         if data.startswith(b".text.", name_base + name):
-            result.update(struct.unpack_from("<H", data, i)[0] & 0xFFF for i in range(at, at + length, 16))
+            result.update(
+                struct.unpack_from("<H", data, i)[0] & 0xFFF for i in range(at, at + length, 16)
+            )
     return result
 
 
 @pytest.mark.parametrize(
-    ("arch", "native"), [("121a", True), *([("90a", False), ("120a", True), ("80", False)] if ALL else [])]
+    ("arch", "native"),
+    [("121a", True), *([("90a", False), ("120a", True), ("80", False)] if ALL else [])],
 )
 def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native):
     path, report = cubin("csrc/gemm/w4a4.cu", arch)
@@ -163,7 +192,9 @@ def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, nati
     assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
     tool = shutil.which("cuobjdump")
     if tool:  # some installations of nvcc have no disassembler; the count above needs none
-        listing = subprocess.run([tool, "--dump-sass", str(path)], capture_output=True, text=True).stdout
+        listing = subprocess.run(
+            [tool, "--dump-sass", str(path)], capture_output=True, text=True
+        ).stdout
         named = len(re.findall(r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b", listing))
         assert not listing or named == result[OMMA]
 

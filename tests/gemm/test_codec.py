@@ -5,11 +5,17 @@ import numpy as np
 import pytest
 from gemm_cases import adversarial, encode, underflowing
 
-nvfp4 = pytest.importorskip("annie_quant.nvfp4", reason="needs annie_quant._nvfp4", exc_type=ImportError)
+nvfp4 = pytest.importorskip(
+    "annie_quant.nvfp4", reason="needs annie_quant._nvfp4", exc_type=ImportError
+)
 
 
-@pytest.mark.parametrize(("make", "factor"), [(adversarial, 1), (underflowing, 1), (underflowing, 1e34)])
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
+@pytest.mark.parametrize(
+    ("make", "factor"), [(adversarial, 1), (underflowing, 1), (underflowing, 1e34)]
+)
+@pytest.mark.parametrize(
+    "dtype", [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+)
 def test_the_numpy_encoder_is_the_c_codec(dtype, make, factor):
     x = make(dtype)
     ts = np.float32(np.abs(x.astype(np.float32)).max() / np.float32(2688)) * np.float32(factor)

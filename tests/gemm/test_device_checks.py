@@ -9,7 +9,9 @@ from gemm_module import DEVICES, needs_module
 
 from annie_quant.gemm.arrays import native
 
-validate = importlib.import_module("annie_quant.gemm.validate")  # the package's `validate` is its function
+validate = importlib.import_module(
+    "annie_quant.gemm.validate"
+)  # the package's `validate` is its function
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,9 @@ validate = importlib.import_module("annie_quant.gemm.validate")  # the package's
         ("80,90a,121a", "9.0", None),
     ],
 )
-def test_native_code_is_found_by_architecture(built: str, capability: str, expected: bool | None) -> None:
+def test_native_code_is_found_by_architecture(
+    built: str, capability: str, expected: bool | None
+) -> None:
     present, detail = validate.machine_code(built, capability)
     assert present is expected and ("not run" in detail) == (expected is None)
 

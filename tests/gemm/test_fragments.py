@@ -35,10 +35,21 @@ def maps(tmp_path_factory):
     for name, count in NAMES.items():
         params = ", ".join(f"uint32_t a{i}" for i in range(count))
         args = ", ".join(f"a{i}" for i in range(count))
-        lines.append(f'extern "C" uint32_t c_{name}({params}) {{ return (uint32_t){name}({args}); }}')
+        lines.append(
+            f'extern "C" uint32_t c_{name}({params}) {{ return (uint32_t){name}({args}); }}'
+        )
     (folder / "maps.cpp").write_text("\n".join(lines))
     subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(folder / "maps.cpp"), "-o", str(folder / "maps.so")],
+        [
+            compiler,
+            "-std=c++17",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            str(folder / "maps.cpp"),
+            "-o",
+            str(folder / "maps.so"),
+        ],
         check=True,
     )
     library = ctypes.CDLL(str(folder / "maps.so"))
@@ -97,7 +108,10 @@ def test_every_product_of_code_and_scale_is_exact_in_bf16(maps):
         for byte in range(1, 0x7F):
             product = c * bf16(maps.scale_word(maps.e5m3(byte)) & 0xFFFF)
             assert np.float64(np.float32(product).astype(ml_dtypes.bfloat16)) == product
-            expected = oracle.e2m1(np.array([code], np.uint8))[0] * oracle.e4m3(np.array([byte], np.uint8))[0]
+            expected = (
+                oracle.e2m1(np.array([code], np.uint8))[0]
+                * oracle.e4m3(np.array([byte], np.uint8))[0]
+            )
             assert product * 256 == expected
 
 
@@ -142,7 +156,9 @@ def test_a_chunk_through_the_mma(maps, broken):
             for lane in range(32):
                 word = int(chunk[maps.word_at(q, lane, i) :][:4].view(np.uint32)[0])
                 for j in range(4):
-                    scale = bf16(maps.scale_word(int(chunk[maps.scale_at(q, lane) + (j & 1)])) & 0xFFFF)
+                    scale = bf16(
+                        maps.scale_word(int(chunk[maps.scale_at(q, lane) + (j & 1)])) & 0xFFFF
+                    )
                     bits = maps.field_of(word, j)
                     a[lane, j] = [bf16(bits & 0xFFFF) * scale * 256, bf16(bits >> 16) * scale * 256]
                 col = maps.x_column_at(q, lane, i)
@@ -163,7 +179,9 @@ def test_wgmmas_activations_are_in_the_column_order_of_the_weights(maps):
                     assert column == maps.column_at(0, lane, i, j, half)
     for row in range(16):
         assert sorted(maps.image_unit(row, unit) for unit in range(8)) == list(range(8))
-        assert maps.image_unit(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
+        assert (
+            maps.image_unit(row, 0) == row % 8
+        )  # the 128-byte swizzle: address bits 4-6 by bits 7-9
 
 
 def test_a_row_is_permuted_in_place_by_two_lanes_with_disjoint_units(maps):
@@ -172,7 +190,8 @@ def test_a_row_is_permuted_in_place_by_two_lanes_with_disjoint_units(maps):
         for word in range(4):
             for unit in range(4):
                 assert (
-                    maps.image_column(maps.permute_target(word, h), unit) == 8 * maps.permute_source(unit, h) + 2 * word
+                    maps.image_column(maps.permute_target(word, h), unit)
+                    == 8 * maps.permute_source(unit, h) + 2 * word
                 )
     for turned in (maps.permute_source, maps.permute_target):
         assert sorted(turned(i, h) for i in range(4) for h in range(2)) == list(range(8))
@@ -180,7 +199,14 @@ def test_a_row_is_permuted_in_place_by_two_lanes_with_disjoint_units(maps):
 
 
 def test_stream_k_shares_are_equal_and_have_the_right_owner(maps):
-    for blocks, shared, chunks in [(1, 1, 1), (132, 32, 64), (128, 32, 64), (60, 2, 34), (5, 6, 33), (132, 4, 40)]:
+    for blocks, shared, chunks in [
+        (1, 1, 1),
+        (132, 32, 64),
+        (128, 32, 64),
+        (60, 2, 34),
+        (5, 6, 33),
+        (132, 4, 40),
+    ]:
         starts = [maps.share_begin(b, blocks, shared, chunks) for b in range(blocks + 1)]
         assert starts[0] == 0
         assert starts[-1] == shared * chunks
@@ -212,7 +238,9 @@ def test_parts_of_stream_k_tiles_are_each_added_once_by_the_block_of_the_first(m
                 tile, c0 = divmod(at, steps)
                 c1 = min(steps, c0 + starts[b + 1] - at)
                 if c0:
-                    assert at == starts[b], "only a block's first part can be another block's to add"
+                    assert at == starts[b], (
+                        "only a block's first part can be another block's to add"
+                    )
                     written[b] = (tile, c1 - c0)
                 elif c1 < steps:
                     last = maps.share_owner(tile * steps + steps - 1, blocks, shared, steps)
@@ -232,15 +260,21 @@ def mma16864(a, b, sfa, sfb):
         g, t = lane >> 2, lane & 3
         for j in range(8):
             for i in range(4):
-                value = oracle.MAGNITUDES[a[lane][i] >> 4 * j & 7] * (-1 if a[lane][i] >> 4 * j & 8 else 1)
+                value = oracle.MAGNITUDES[a[lane][i] >> 4 * j & 7] * (
+                    -1 if a[lane][i] >> 4 * j & 8 else 1
+                )
                 full_a[g + 8 * (i & 1), 8 * t + 32 * (i >> 1) + j] = value
             for i in range(2):
-                value = oracle.MAGNITUDES[b[lane][i] >> 4 * j & 7] * (-1 if b[lane][i] >> 4 * j & 8 else 1)
+                value = oracle.MAGNITUDES[b[lane][i] >> 4 * j & 7] * (
+                    -1 if b[lane][i] >> 4 * j & 8 else 1
+                )
                 full_b[8 * t + 32 * i + j, g] = value
     scale_a, scale_b = np.zeros((16, 64)), np.zeros((64, 8))
     for k in range(64):
         for row in range(16):
-            scale_a[row, k] = ue4m3(np.array([sfa[4 * (row & 7) + (row >> 3)] >> 8 * (k // 16) & 255], np.uint8))[0]
+            scale_a[row, k] = ue4m3(
+                np.array([sfa[4 * (row & 7) + (row >> 3)] >> 8 * (k // 16) & 255], np.uint8)
+            )[0]
         for col in range(8):
             scale_b[k, col] = ue4m3(np.array([sfb[4 * col] >> 8 * (k // 16) & 255], np.uint8))[0]
     return (full_a * scale_a) @ (full_b * scale_b)

@@ -20,7 +20,11 @@ pytestmark = [
 ]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HOPPER = COUNT > 0 and native().device_info(0)["major"] == 9
-PATHS = ["skinny", "tiled", pytest.param("wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's"))]
+PATHS = [
+    "skinny",
+    "tiled",
+    pytest.param("wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")),
+]
 
 
 def case(m, n, k, dtype=BF16, seed=0):
@@ -45,7 +49,13 @@ def run(x, codes, scales, ts, out_dtype="float32", fault=None, **more):
 def _slice(raw, start, shape):
     """A slice of a device array [n], as a matrix."""
     return View(
-        raw.ptr + start * (raw.nbytes // raw.shape[0]), shape, (shape[1], 1), raw.dtype, raw.device, raw, raw.stream
+        raw.ptr + start * (raw.nbytes // raw.shape[0]),
+        shape,
+        (shape[1], 1),
+        raw.dtype,
+        raw.device,
+        raw,
+        raw.stream,
     )
 
 
@@ -64,7 +74,18 @@ def test_w4a16_is_within_the_fp32_bound_for_every_token_count(m):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("n", "k"),
-    [(16, 64), (1, 16), (17, 48), (150, 64), (128, 192), (300, 80), (40, 1008), (2048, 2064), (64, 8192), (4112, 256)],
+    [
+        (16, 64),
+        (1, 16),
+        (17, 48),
+        (150, 64),
+        (128, 192),
+        (300, 80),
+        (40, 1008),
+        (2048, 2064),
+        (64, 8192),
+        (4112, 256),
+    ],
 )
 @pytest.mark.parametrize("m", [1, 5, 11])
 def test_w4a16_padded_and_odd_shapes(path, n, k, m):
@@ -85,7 +106,9 @@ def test_types(dtype, x_dtype, m):
 def test_all_codes_and_scales_are_exact(m):
     """Row = scale byte, column = code; x selects one column, so every output is one exact product."""
     scales = np.arange(127, dtype=np.uint8).repeat(4).reshape(127, 4)
-    codes = np.tile(np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([[1], [16]], np.uint8), (127, 4, 1))
+    codes = np.tile(
+        np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([[1], [16]], np.uint8), (127, 4, 1)
+    )
     codes = codes.reshape(127, 32)
     expected = oracle.dequantize(codes, scales)
     for start in range(0, 64, m):
@@ -123,7 +146,8 @@ def skinny_plan(n, stages, split, tiles, clusters):
 
 
 @pytest.mark.parametrize(
-    "split", [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="clusters begin with sm_90"))]
+    "split",
+    [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="clusters begin with sm_90"))],
 )
 @pytest.mark.parametrize("tiles", [2, 4])
 @pytest.mark.parametrize("stages", [1, 2])
@@ -133,7 +157,10 @@ def test_every_shape_of_the_few_token_kernel(split, tiles, stages, clusters, m):
     """Warps with many rows and with parts of one, blocks that begin and end within a pair of row tiles, one or two stages."""
     if stages == 2 and m > 8:
         pytest.skip("two stages are for 8 tokens at most")
-    n, k = 600, 1360 if tiles == 2 and stages == 1 else 1408  # K is a multiple of a chunk except in the simplest case
+    n, k = (
+        600,
+        1360 if tiles == 2 and stages == 1 else 1408,
+    )  # K is a multiple of a chunk except in the simplest case
     args = case(m, n, k)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
     plan = skinny_plan(n, stages, split, tiles, clusters)
@@ -151,7 +178,12 @@ def test_every_split_of_k(split):
     args = case(7, 528, 4096)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=weight.plan(7, "tiled")._replace(cluster_size=split))
+    gemm.w4a16(
+        gemm.to_device(args[0]),
+        weight,
+        out,
+        plan=weight.plan(7, "tiled")._replace(cluster_size=split),
+    )
     assert check(out.host(), *args) <= 1
 
 
@@ -192,9 +224,17 @@ def repeats_within_the_bound(args, plan):
         first = None
         for _ in range(4):
             raw.fill(0xFF)
-            gemm.w4a16(gemm.to_device(args[0]), weight, _slice(raw, guard, (m, n)), plan=plan, workspace=workspace)
+            gemm.w4a16(
+                gemm.to_device(args[0]),
+                weight,
+                _slice(raw, guard, (m, n)),
+                plan=plan,
+                workspace=workspace,
+            )
             host = raw.host()
-            assert (np.concatenate([host[:guard], host[-guard:]]).view(np.uint8) == 0xFF).all(), "wrote outside"
+            assert (np.concatenate([host[:guard], host[-guard:]]).view(np.uint8) == 0xFF).all(), (
+                "wrote outside"
+            )
             first = host if first is None else first
             assert (host.view(np.uint8) == first.view(np.uint8)).all()
         assert check(first[guard:-guard].reshape(m, n), *args, dtype) <= 1
@@ -204,7 +244,9 @@ def repeats_within_the_bound(args, plan):
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
 @pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128])
-@pytest.mark.parametrize(("blocks", "stream_k_tiles"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)])
+@pytest.mark.parametrize(
+    ("blocks", "stream_k_tiles"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)]
+)
 @pytest.mark.parametrize("m", [7, 139])
 def test_every_shape_of_the_wgmma_kernel(permuted, tokens, blocks, stream_k_tiles, m):
     """Blocks with several whole tiles, stream-K tiles of two blocks, and stream-K tiles of many blocks."""
@@ -213,24 +255,32 @@ def test_every_shape_of_the_wgmma_kernel(permuted, tokens, blocks, stream_k_tile
         pytest.skip("more stream-K tiles than there are tiles")
     if tokens == 128 and not permuted:
         pytest.skip("tiles of 128 tokens have too few registers for the in-place permutation")
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(tokens, blocks, stream_k_tiles, 1, 256, permuted))
+    repeats_within_the_bound(
+        case(m, n, k), wgmma_plan(tokens, blocks, stream_k_tiles, 1, 256, permuted)
+    )
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
 @pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize(("tokens", "halves"), [(16, 1), (32, 1), (32, 2), (64, 1), (64, 2)])
-@pytest.mark.parametrize(("m", "n", "k"), [(7, 1296, 4352), (61, 528, 1008), (61, 528, 880), (139, 40, 1040)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(7, 1296, 4352), (61, 528, 1008), (61, 528, 880), (139, 40, 1040)]
+)
 def test_every_cluster_of_the_wgmma_kernel(permuted, tokens, halves, m, n, k):
     """Two blocks add one tile's parts through each other's stream_k_tiles memory; unequal parts, tiles of few rows."""
     if halves == 2 and -(-k // 128) % 2:
         pytest.skip("an odd number of chunks has no halves")
     tiles = -(-(-(-n // 32) * 2) * halves // 16) * -(-m // tokens)
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(tokens, tiles * 2, tiles, 2, 256 // halves, permuted))
+    repeats_within_the_bound(
+        case(m, n, k), wgmma_plan(tokens, tiles * 2, tiles, 2, 256 // halves, permuted)
+    )
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
 @pytest.mark.parametrize("tokens", [32, 64, 128])
-@pytest.mark.parametrize(("blocks", "stream_k_tiles"), [(4, 3), (5, 6), (60, 2), (66, 33), (200, 6)])
+@pytest.mark.parametrize(
+    ("blocks", "stream_k_tiles"), [(4, 3), (5, 6), (60, 2), (66, 33), (200, 6)]
+)
 @pytest.mark.parametrize("m", [7, 139])
 def test_sums_in_the_launch_have_the_bits_of_the_fixup_kernel(tokens, blocks, stream_k_tiles, m):
     """Shares that begin and end in one tile, tiles of many blocks, whole tiles after them, and more blocks than multiprocessors."""
@@ -267,7 +317,9 @@ def test_negative_controls_fail(fault, m):
     assert check(run(*args, fault=fault), *args) > 50
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (17, 80, 192), (33, 150, 80), (5, 257, 1040)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 64, 64), (17, 80, 192), (33, 150, 80), (5, 257, 1040)]
+)
 def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
     a, sa = oracle.random_weight(m, k, 5)
     w, sw = oracle.random_weight(n, k, 6)
@@ -279,7 +331,9 @@ def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
     for fault in ("nibbles", "scales", "fragment", "lane"):
         if fault == "lane" and m == 1:
             continue
-        gemm.w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, out, mode="emulated", fault=fault)
+        gemm.w4a4(
+            arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, out, mode="emulated", fault=fault
+        )
         assert (out.host() != documented_w4a4(a, sa, w, sw)).any(), fault
 
 
@@ -289,7 +343,9 @@ def documented_w4a4(a, sa, w, sw):
     fa, fw = ue4m3(sa), ue4m3(sw)
     acc = np.zeros((a.shape[0], w.shape[0]), np.float32)
     for b in range(fa.shape[1]):
-        term = (ea[:, 16 * b : 16 * b + 16] @ ew[:, 16 * b : 16 * b + 16].T) * (fa[:, b, None] * fw[None, :, b])
+        term = (ea[:, 16 * b : 16 * b + 16] @ ew[:, 16 * b : 16 * b + 16].T) * (
+            fa[:, b, None] * fw[None, :, b]
+        )
         assert (term == term.astype(np.float32)).all()
         acc = acc + term.astype(np.float32)
     return acc

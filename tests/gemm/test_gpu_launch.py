@@ -22,9 +22,13 @@ pytestmark = [
 HOPPER = COUNT > 0 and native().device_info(0)["major"] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="wgmma, the path with a workspace, is Hopper's")
 BF16 = np.dtype(ml_dtypes.bfloat16)
-PERMUTED = gemm.WgmmaPlan(32, 256, 4, 1, 2, 0, 1)  # two kernels, with the activations between them in the workspace
+PERMUTED = gemm.WgmmaPlan(
+    32, 256, 4, 1, 2, 0, 1
+)  # two kernels, with the activations between them in the workspace
 STREAM_K = gemm.WgmmaPlan(32, 256, 6, 1, 3, 4, 1)  # three kernels
-IN_LAUNCH = gemm.WgmmaPlan(32, 256, 6, 1, 3, 4, 1, 1)  # two, with the flags of the blocks in the workspace
+IN_LAUNCH = gemm.WgmmaPlan(
+    32, 256, 6, 1, 3, 4, 1, 1
+)  # two, with the flags of the blocks in the workspace
 
 
 @pytest.fixture
@@ -46,13 +50,20 @@ def activations(m, k, seed):
 
 def is_right(out, x, codes, scales):
     exact, magnitude = gemm.oracle.linear(x, gemm.oracle.dequantize(codes, scales, 0.0173))
-    return gemm.oracle.worst(out, exact, gemm.oracle.bound(exact, magnitude, x.shape[1], out.dtype.name)) <= 1
+    return (
+        gemm.oracle.worst(
+            out, exact, gemm.oracle.bound(exact, magnitude, x.shape[1], out.dtype.name)
+        )
+        <= 1
+    )
 
 
 def busy(stream, milliseconds=20):
     """Put work of about this duration on a stream."""
     buffer, sink = gemm.DeviceArray((1 << 30,), "uint8"), gemm.DeviceArray((16,), "uint8")
-    for _ in range(milliseconds * 4):  # a quarter of a millisecond each on an H200, longer elsewhere
+    for _ in range(
+        milliseconds * 4
+    ):  # a quarter of a millisecond each on an H200, longer elsewhere
         native().read(buffer.ptr, buffer.nbytes, sink.ptr, 132, stream)
     return buffer, sink  # freeing them waits for the device, so the caller keeps them
 
@@ -63,7 +74,9 @@ def wrong_products(plan, threads, rounds, streams, workspace=None):
     xs = [activations(32, 1024, i) for i in range(threads)]
     expected = []
     for x in xs:
-        result = gemm.w4a16(gemm.to_device(x), weight, gemm.DeviceArray((32, 1024), "float32"), plan=plan).host()
+        result = gemm.w4a16(
+            gemm.to_device(x), weight, gemm.DeviceArray((32, 1024), "float32"), plan=plan
+        ).host()
         assert is_right(result, x, codes, scales)
         expected.append(result)
     wrong, start = [0] * threads, threading.Barrier(threads)
@@ -74,7 +87,9 @@ def wrong_products(plan, threads, rounds, streams, workspace=None):
         start.wait()
         for _ in range(rounds // batch):
             for out in outs:
-                gemm.w4a16(x, weight, out, plan=plan, stream=streams[i % len(streams)], workspace=workspace)
+                gemm.w4a16(
+                    x, weight, out, plan=plan, stream=streams[i % len(streams)], workspace=workspace
+                )
             wrong[i] += sum(bool((out.host() != expected[i]).any()) for out in outs)
 
     workers = [threading.Thread(target=multiply, args=(i,)) for i in range(threads)]
@@ -124,7 +139,9 @@ def test_threads_with_different_plans_do_not_change_each_others_shared_memory():
         start.wait()
         try:
             for _ in range(2000):
-                gemm.w4a16(device_x, weight, out, plan=PERMUTED._replace(stages=stages), stream=handle)
+                gemm.w4a16(
+                    device_x, weight, out, plan=PERMUTED._replace(stages=stages), stream=handle
+                )
             if not is_right(out.host(), x, codes, scales):
                 failed.append(stages)
         except Exception as error:
@@ -174,13 +191,19 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("kind", ["skinny", "tiled", "wgmma", "stream_k", "pdl", "w4a4", "fake_quant"])
+@pytest.mark.parametrize(
+    "kind", ["skinny", "tiled", "wgmma", "stream_k", "pdl", "w4a4", "fake_quant"]
+)
 def test_the_first_call_of_a_process_can_be_captured(kind):
     """No allocation, no synchronisation and no query in a launch that a capture refuses."""
     if kind in ("wgmma", "stream_k", "pdl") and not HOPPER:
         pytest.skip("wgmma is Hopper's")
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL, kind], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FIRST_CALL, kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
 
@@ -207,7 +230,9 @@ def test_a_launch_waits_for_the_stream_that_an_array_announces(stream):
     late = View(target.ptr, target.shape, (1024, 1), target.dtype, target.device, target, stream)
     other = native().stream_new()
     keep = busy(stream)  # noqa: F841
-    native().copy(target.ptr, source.ptr, target.nbytes, stream)  # late: a launch that does not wait reads zeros
+    native().copy(
+        target.ptr, source.ptr, target.nbytes, stream
+    )  # late: a launch that does not wait reads zeros
     out = gemm.DeviceArray((8, 1024), "float32")
     gemm.w4a16(late, weight, out, stream=other)
     assert is_right(out.host(), x, codes, scales)

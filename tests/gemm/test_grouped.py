@@ -13,7 +13,9 @@ from gemm_module import DEVICES, module, needs_module
 from annie_quant.core.errors import UsageError
 from annie_quant.gemm import GroupedPlan, oracle
 
-torch = pytest.importorskip("torch", reason="the operator is torch's: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the operator is torch's: pip install annie-quant[quantize]"
+)
 from annie_quant.gemm import grouped  # noqa: E402
 
 # pairs, experts, top_k, n, k: gate and up, and down, of a 35B-A3B; then small and odd ones
@@ -27,7 +29,9 @@ def choice(tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor
     """Return top_k different experts per token [tokens, top_k], some experts much more often than others."""
     rng = np.random.default_rng(seed)
     weight = rng.pareto(1.0, experts) + 1e-3
-    rows = [rng.choice(experts, top_k, replace=False, p=weight / weight.sum()) for _ in range(tokens)]
+    rows = [
+        rng.choice(experts, top_k, replace=False, p=weight / weight.sum()) for _ in range(tokens)
+    ]
     return torch.from_numpy(np.array(rows, np.int64).reshape(tokens, top_k))
 
 
@@ -35,7 +39,9 @@ def choice(tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(1, 256, 8), (3, 4, 2), (100, 8, 2), (257, 16, 1), (64, 1, 1)]
 )
-def test_every_pair_is_once_in_a_tile_of_its_expert(tokens: int, experts: int, top_k: int, tile: int) -> None:
+def test_every_pair_is_once_in_a_tile_of_its_expert(
+    tokens: int, experts: int, top_k: int, tile: int
+) -> None:
     chosen = choice(tokens, experts, top_k, seed=tokens)
     aligned = grouped.align(chosen, experts, tile)
     pairs, of_tile = tokens * top_k, aligned.tile_experts.tolist()
@@ -46,7 +52,9 @@ def test_every_pair_is_once_in_a_tile_of_its_expert(tokens: int, experts: int, t
     for i in range(used // tile):
         entries = aligned.sorted_pairs[i * tile : (i + 1) * tile].tolist()
         there = [p for p in entries if p < pairs]
-        assert there and entries == there + [pairs] * (tile - len(there)), "pairs come first in a tile"
+        assert there and entries == there + [pairs] * (tile - len(there)), (
+            "pairs come first in a tile"
+        )
         assert {int(chosen.reshape(-1)[p]) for p in there} == {of_tile[i]}
         in_tiles += there
     assert sorted(in_tiles) == list(range(pairs))
@@ -74,7 +82,10 @@ def test_every_plan_passes_the_check(device: str) -> None:
         assert plan.cluster_size == 1 or device != "A100"
     few = GroupedPlan(*module.plan_grouped(SHAPES[0], 0, DEVICES[device]))
     assert few.tile_tokens == 8, "one token: a tile has one row of use"
-    sizes = [module.plan_grouped((t * 8, 256, 8, 1024, 2048), 0, DEVICES[device])[0] for t in (1, 64, 256, 1024, 65536)]
+    sizes = [
+        module.plan_grouped((t * 8, 256, 8, 1024, 2048), 0, DEVICES[device])[0]
+        for t in (1, 64, 256, 1024, 65536)
+    ]
     assert sizes == sorted(sizes) and sizes[-1] > 8, "more tokens per expert, larger tiles"
 
 
@@ -123,20 +134,30 @@ def layer(monkeypatch: pytest.MonkeyPatch):
     parts = [oracle.random_weight(n, k, seed) for seed in range(experts)]
     scales = [0.01 * (i + 1) for i in range(experts)]
     stacked = (torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True))
-    weights = np.stack([oracle.dequantize(*part, scale) for part, scale in zip(parts, scales, strict=True)])
+    weights = np.stack(
+        [oracle.dequantize(*part, scale) for part, scale in zip(parts, scales, strict=True)]
+    )
     return grouped.prepare_experts(*stacked, scales), weights
 
 
-def ratio(layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: grouped.Alignment, tile: int) -> float:
+def ratio(
+    layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: grouped.Alignment, tile: int
+) -> float:
     """Return the largest error in units of what rounding allows; above 1 is wrong."""
     prepared, weights = layer
     out = torch.ops.annie_quant.nvfp4_experts(x, *prepared, *aligned, top_k, tile)
     exact, magnitude = grouped_products(x.double().numpy(), weights, chosen.numpy(), top_k)
-    return oracle.worst(out.double().numpy(), exact, oracle.bound(exact, magnitude, x.shape[1], "bfloat16"))
+    return oracle.worst(
+        out.double().numpy(), exact, oracle.bound(exact, magnitude, x.shape[1], "bfloat16")
+    )
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "tile"), [(1, 2, 16), (5, 2, 16), (90, 3, 64), (40, 1, 16)])
-def test_the_operator_multiplies_each_pair_by_its_expert(layer, tokens: int, top_k: int, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "tile"), [(1, 2, 16), (5, 2, 16), (90, 3, 64), (40, 1, 16)]
+)
+def test_the_operator_multiplies_each_pair_by_its_expert(
+    layer, tokens: int, top_k: int, tile: int
+) -> None:
     chosen = choice(tokens, 6, top_k, seed=3)
     x = torch.randn(tokens, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
     aligned = grouped.align(chosen, 6, tile)
@@ -155,7 +176,9 @@ def test_a_token_of_another_ranks_expert_gives_zeros(layer) -> None:
     """As vLLM marks them with expert parallelism: -1."""
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3]])
     aligned = grouped.align(chosen, 6, 16)
-    local = aligned._replace(tile_experts=torch.where(aligned.tile_experts == 1, -1, aligned.tile_experts))
+    local = aligned._replace(
+        tile_experts=torch.where(aligned.tile_experts == 1, -1, aligned.tile_experts)
+    )
     x = torch.randn(3, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
     out = torch.ops.annie_quant.nvfp4_experts(x, *layer[0], *local, 2, 16)
     assert [bool(row.any()) for row in out] == [True, False, False, True, True, True]
@@ -167,7 +190,9 @@ def test_the_operator_has_a_shape_for_tracing(layer) -> None:
     x = torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
     arguments = (x, *layer[0], *aligned, 2, 16)
     torch.library.opcheck(
-        torch.ops.annie_quant.nvfp4_experts.default, arguments, test_utils=("test_schema", "test_faketensor")
+        torch.ops.annie_quant.nvfp4_experts.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor"),
     )
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         traced = torch.ops.annie_quant.nvfp4_experts(
@@ -219,8 +244,12 @@ SHARED = torch.empty(1440, dtype=torch.bfloat16)
         ("out and x overlap", {"x": SHARED.view(5, 288)[:, :144], "out": SHARED[144:464].view(10, 32)}),
     ],
 )  # fmt: skip
-def test_operands_that_a_kernel_would_take_for_others_are_refused(message: str, changes: dict) -> None:
+def test_operands_that_a_kernel_would_take_for_others_are_refused(
+    message: str, changes: dict
+) -> None:
     grouped.check_operands(**operands())
-    grouped.check_operands(**operands(x=SHARED[:720].view(5, 144), out=SHARED[720:1040].view(10, 32)))
+    grouped.check_operands(
+        **operands(x=SHARED[:720].view(5, 144), out=SHARED[720:1040].view(10, 32))
+    )
     with pytest.raises(UsageError, match=message):
         grouped.check_operands(**operands(**changes))

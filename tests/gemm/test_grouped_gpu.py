@@ -12,7 +12,9 @@ torch = pytest.importorskip("torch")
 COUNT = count_devices() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"),
+    pytest.mark.skipif(
+        COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"
+    ),
 ]
 EXPERTS = 24
 # [N, K] of the two products of a 35B-A3B's expert, and one with padded rows and columns
@@ -29,14 +31,18 @@ def layer(request):
     scales = [0.003 * (1 + i % 5) for i in range(EXPERTS)]
     stacked = [torch.from_numpy(np.stack(part)).cuda() for part in zip(*parts, strict=True)]
     weights = np.stack([gemm.oracle.dequantize(*p, s) for p, s in zip(parts, scales, strict=True)])
-    return SimpleNamespace(prepared=grouped.prepare_experts(*stacked, scales), weights=weights, n=n, k=k)
+    return SimpleNamespace(
+        prepared=grouped.prepare_experts(*stacked, scales), weights=weights, n=n, k=k
+    )
 
 
 def choice(tokens, top_k, seed=0):
     rng = np.random.default_rng(seed)
     weight = rng.pareto(1.0, EXPERTS) + 1e-3
     weight[7] = 0  # an expert without tokens
-    rows = [rng.choice(EXPERTS, top_k, replace=False, p=weight / weight.sum()) for _ in range(tokens)]
+    rows = [
+        rng.choice(EXPERTS, top_k, replace=False, p=weight / weight.sum()) for _ in range(tokens)
+    ]
     return torch.from_numpy(np.array(rows)).cuda()
 
 
@@ -45,7 +51,9 @@ def inputs(tokens, k, dtype, seed=0):
 
 
 def ratio(layer, out, x, chosen, top_k):
-    exact, magnitude = grouped_products(x.double().cpu().numpy(), layer.weights, chosen.cpu().numpy(), top_k)
+    exact, magnitude = grouped_products(
+        x.double().cpu().numpy(), layer.weights, chosen.cpu().numpy(), top_k
+    )
     limit = gemm.oracle.bound(exact, magnitude, layer.k, str(x.dtype).removeprefix("torch."))
     return gemm.oracle.worst(out.double().cpu().numpy(), exact, limit)
 
@@ -77,9 +85,13 @@ def test_experts_of_other_ranks_and_rows_that_no_tile_has(layer):
     chosen, x = choice(9, 2), inputs(9, layer.k, torch.bfloat16)
     aligned = grouped.align(chosen, EXPERTS, 16)
     absent = int(chosen[4, 0])
-    local = aligned._replace(tile_experts=torch.where(aligned.tile_experts == absent, -1, aligned.tile_experts))
+    local = aligned._replace(
+        tile_experts=torch.where(aligned.tile_experts == absent, -1, aligned.tile_experts)
+    )
     out = run(layer, x, local, 2, 16).view(9, 2, -1)
-    assert bool((out[chosen == absent] == 0).all()) and bool((out[chosen != absent] != 0).any(-1).all())
+    assert bool((out[chosen == absent] == 0).all()) and bool(
+        (out[chosen != absent] != 0).any(-1).all()
+    )
     poisoned = x.clone()
     poisoned[4] = float("nan")
     bad = run(layer, poisoned, aligned, 2, 16).view(9, 2, -1)

@@ -62,7 +62,9 @@ def array_on(stream, ptr=65536, shape=(2, 64)):
 
 
 def weight(n=32, k=64):
-    return ops.Weight(arrays.DeviceArray((n, k // 2), "uint8"), arrays.DeviceArray((n, k // 16), "uint8"), 1.0)
+    return ops.Weight(
+        arrays.DeviceArray((n, k // 2), "uint8"), arrays.DeviceArray((n, k // 16), "uint8"), 1.0
+    )
 
 
 def test_the_device_is_restored_when_an_allocation_fails(recorder):
@@ -96,7 +98,9 @@ def test_every_operation_records_where_it_wrote(recorder):
     assert ops.fake_quant(x, 1.0).stream == 0
 
 
-@pytest.mark.parametrize(("announced", "waits"), [(None, []), (0, [(9, 0)]), (33, [(9, 33)]), (9, [])])
+@pytest.mark.parametrize(
+    ("announced", "waits"), [(None, []), (0, [(9, 0)]), (33, [(9, 33)]), (9, [])]
+)
 def test_a_launch_waits_for_the_stream_of_an_array(recorder, announced, waits):
     layer = weight()
     ops.w4a16(array_on(announced), layer, arrays.DeviceArray((2, 32), "bfloat16"), stream=9)

@@ -9,10 +9,27 @@ from annie_quant.gemm import SkinnyPlan, TiledPlan, WgmmaPlan
 from annie_quant.gemm.plans import PATHS, TYPES, path_of
 
 pytestmark = needs_module
-SHAPES = [(8192, 8192), (81920, 8192), (248320, 4096), (17408, 5120), (4096, 4096), (272, 768), (1, 16), (40, 1008)]
+SHAPES = [
+    (8192, 8192),
+    (81920, 8192),
+    (248320, 4096),
+    (17408, 5120),
+    (4096, 4096),
+    (272, 768),
+    (1, 16),
+    (40, 1008),
+]
 SKINNY = SkinnyPlan(blocks=16, cluster_size=1, warp_stages=1, step_tiles=2)
 TILED = TiledPlan(tile_tokens=64, cluster_size=1, stages=2)
-WGMMA = WgmmaPlan(tile_tokens=64, tile_rows=256, blocks=2, cluster_size=1, stages=2, stream_k_tiles=0, permute_first=1)
+WGMMA = WgmmaPlan(
+    tile_tokens=64,
+    tile_rows=256,
+    blocks=2,
+    cluster_size=1,
+    stages=2,
+    stream_k_tiles=0,
+    permute_first=1,
+)
 
 
 def needs(plan, m=8, n=512, k=1024, device="H200"):
@@ -30,7 +47,12 @@ def test_fields_are_those_of_the_c_structs():
 def test_every_plan_of_the_planner_passes_the_check(device):
     sms, shared, *_ = DEVICES[device]
     for (n, k), m in itertools.product(SHAPES, (1, 7, 8, 9, 16, 17, 33, 64, 130, 1024, 4096)):
-        for path in ("auto", "tiled", *(["skinny"] if m <= 16 else []), *(["wgmma"] if device == "H200" else [])):
+        for path in (
+            "auto",
+            "tiled",
+            *(["skinny"] if m <= 16 else []),
+            *(["wgmma"] if device == "H200" else []),
+        ):
             try:
                 name, fields = module.plan(m, n, k, path, DEVICES[device])
             except module.CudaError:
@@ -47,21 +69,42 @@ def test_every_plan_of_the_planner_passes_the_check(device):
 
 # By N, K and M: the plans that were the fastest, or equal to the fastest, on an H200, and their workspaces (tests/perf/gemm.md).
 MEASURED = {
-    (17408, 5120, 32): (WgmmaPlan(32, 256, 132, 1, 4, 68, 1, 1), 40 * 32 * 256 + 132 * 256 * 32 * 4 + 132 * 16 * 4),
-    (17408, 5120, 64): (WgmmaPlan(64, 256, 132, 1, 6, 68, 1, 1), 40 * 64 * 256 + 132 * 256 * 64 * 4 + 132 * 16 * 4),
-    (24576, 4096, 128): (WgmmaPlan(128, 256, 132, 1, 4, 96, 1, 1), 32 * 128 * 256 + 132 * 256 * 128 * 4 + 132 * 16 * 4),
-    (24576, 4096, 256): (WgmmaPlan(128, 256, 132, 1, 4, 60, 1, 0), 2 * 32 * 128 * 256 + 2 * 132 * 256 * 128 * 4),
+    (17408, 5120, 32): (
+        WgmmaPlan(32, 256, 132, 1, 4, 68, 1, 1),
+        40 * 32 * 256 + 132 * 256 * 32 * 4 + 132 * 16 * 4,
+    ),
+    (17408, 5120, 64): (
+        WgmmaPlan(64, 256, 132, 1, 6, 68, 1, 1),
+        40 * 64 * 256 + 132 * 256 * 64 * 4 + 132 * 16 * 4,
+    ),
+    (24576, 4096, 128): (
+        WgmmaPlan(128, 256, 132, 1, 4, 96, 1, 1),
+        32 * 128 * 256 + 132 * 256 * 128 * 4 + 132 * 16 * 4,
+    ),
+    (24576, 4096, 256): (
+        WgmmaPlan(128, 256, 132, 1, 4, 60, 1, 0),
+        2 * 32 * 128 * 256 + 2 * 132 * 256 * 128 * 4,
+    ),
     (8192, 8192, 256): (
         WgmmaPlan(128, 256, 128, 1, 4, 64, 1, 1),
         2 * 64 * 128 * 256 + 128 * 256 * 128 * 4 + 128 * 16 * 4,
     ),
     (5120, 17408, 1024): (WgmmaPlan(128, 256, 132, 1, 4, 28, 1, 0), 70254592),
     # About two unequal parts of 128 tokens, eight, four, about one, with the fix-up kernel: sums in the launch were not faster.
-    (17408, 5120, 128): (WgmmaPlan(128, 256, 132, 1, 4, 68, 1, 0), 40 * 128 * 256 + 2 * 132 * 256 * 128 * 4),
+    (17408, 5120, 128): (
+        WgmmaPlan(128, 256, 132, 1, 4, 68, 1, 0),
+        40 * 128 * 256 + 2 * 132 * 256 * 128 * 4,
+    ),
     (4096, 12288, 32): (WgmmaPlan(32, 256, 128, 1, 8, 16, 0, 0), 2 * 128 * 256 * 32 * 4),
     (4096, 12288, 64): (WgmmaPlan(64, 256, 128, 1, 4, 16, 0, 0), 2 * 128 * 256 * 64 * 4),
-    (4096, 12288, 256): (WgmmaPlan(128, 256, 128, 1, 4, 32, 1, 0), 2 * 96 * 128 * 256 + 2 * 128 * 256 * 128 * 4),
-    (17408, 5120, 256): (WgmmaPlan(128, 256, 132, 1, 4, 136, 1, 0), 2 * 40 * 128 * 256 + 2 * 132 * 256 * 128 * 4),
+    (4096, 12288, 256): (
+        WgmmaPlan(128, 256, 128, 1, 4, 32, 1, 0),
+        2 * 96 * 128 * 256 + 2 * 128 * 256 * 128 * 4,
+    ),
+    (17408, 5120, 256): (
+        WgmmaPlan(128, 256, 132, 1, 4, 136, 1, 0),
+        2 * 40 * 128 * 256 + 2 * 132 * 256 * 128 * 4,
+    ),
 }
 
 
@@ -87,7 +130,8 @@ def test_sums_in_the_launch_are_planned_for_few_parts_on_hopper_only():
 @pytest.mark.parametrize("tokens", [32, 64, 128])
 @pytest.mark.parametrize("m", [17, 32, 64, 128, 256, 4096])
 @pytest.mark.parametrize(
-    ("n", "k"), [(17408, 5120), (24576, 4096), (8192, 8192), (5120, 17408), (4096, 12288), (8192, 4096)]
+    ("n", "k"),
+    [(17408, 5120), (24576, 4096), (8192, 8192), (5120, 17408), (4096, 12288), (8192, 4096)],
 )
 def test_parts_and_flags_are_in_the_workspace_of_sums_in_the_launch(n, k, m, tokens):
     """The addresses of add_parts and Producer in csrc/gemm/wgmma.cuh, and those that permute_kernel writes."""
@@ -96,7 +140,9 @@ def test_parts_and_flags_are_in_the_workspace_of_sums_in_the_launch(n, k, m, tok
     for blocks, stream_k_tiles in {(132, min(tiles, 132)), (128, min(tiles, 68)), (120, tiles)}:
         plan = WgmmaPlan(tokens, 256, blocks, 1, 2, stream_k_tiles, 1, 1)
         workspace = needs(plan, m, n, k)[1]
-        image_end = ((m_tiles - 1) * chunks + chunks - 1) * tokens * 256 + tokens * 256  # of the last copy
+        image_end = (
+            (m_tiles - 1) * chunks + chunks - 1
+        ) * tokens * 256 + tokens * 256  # of the last copy
         warp_bytes = tokens // 2 * 32 * 4  # a warp's part: tokens / 2 floats per lane
         last_part = image_end + (blocks - 1) * warps * warp_bytes + (warps - 1) * warp_bytes
         last_float4 = last_part + (tokens // 2 - 4) * 8 * 16 + 31 * 16
@@ -151,8 +197,16 @@ def test_a_good_plan_of_each_path_is_accepted():
         (WGMMA, {"cluster_size": 2, "stream_k_tiles": 2, "blocks": 2}, "twice as many blocks"),
         (WGMMA, {"add_in_launch": 1}, "add_in_launch needs"),
         (WGMMA, {"add_in_launch": 2}, "0 or 1"),
-        (WGMMA, {"add_in_launch": 1, "stream_k_tiles": 2, "permute_first": 0}, "add_in_launch needs"),
-        (WGMMA, {"add_in_launch": 1, "stream_k_tiles": 2, "tile_tokens": 16}, "add_in_launch needs"),
+        (
+            WGMMA,
+            {"add_in_launch": 1, "stream_k_tiles": 2, "permute_first": 0},
+            "add_in_launch needs",
+        ),
+        (
+            WGMMA,
+            {"add_in_launch": 1, "stream_k_tiles": 2, "tile_tokens": 16},
+            "add_in_launch needs",
+        ),
         (WGMMA, {"blocks": 0}, "blocks"),
         (WGMMA, {"stream_k_tiles": 3}, "stream_k_tiles"),
         (WGMMA, {"stream_k_tiles": -1}, "stream_k_tiles"),

@@ -20,7 +20,9 @@ def product(case, a=None, w=None, sa=None, sw=None):
     right = oracle.dequantize(case.w if w is None else w, case.w_scale if sw is None else sw)
     import ml_dtypes
 
-    return ((left.astype(np.float32) @ right.astype(np.float32).T) * np.float32(case.alpha)).astype(ml_dtypes.bfloat16)
+    return ((left.astype(np.float32) @ right.astype(np.float32).T) * np.float32(case.alpha)).astype(
+        ml_dtypes.bfloat16
+    )
 
 
 def swap(codes):
@@ -75,7 +77,10 @@ def test_known_failures_are_recognised(message, remedy):
     row = stack_check.judge("broken", call)
     assert row.verdict == "failed"
     assert remedy in row.remedy
-    assert known_failures.find_failure("INFO: Graph capturing finished in 5 secs, took 0.54 GiB") is None
+    assert (
+        known_failures.find_failure("INFO: Graph capturing finished in 5 secs, took 0.54 GiB")
+        is None
+    )
 
 
 def test_missing_stacks_are_reported_and_unknown_ones_refused():
@@ -206,18 +211,29 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
     assert "38423" in result.backends[0].remedy
     assert result.choose == ("vllm marlin (W4A16)" if without_gpu() else OURS)
     assert result.switch.endswith("--linear-backend marlin")
-    assert result.note == known_failures.NOT_NATIVE if stack_check.has_fp4_units() else known_failures.NO_FP4_UNITS
-    assert stack_check.StackResult.from_dict(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+    assert (
+        result.note == known_failures.NOT_NATIVE
+        if stack_check.has_fp4_units()
+        else known_failures.NO_FP4_UNITS
+    )
+    assert (
+        stack_check.StackResult.from_dict(json.loads(json.dumps(dataclasses.asdict(result))))
+        == result
+    )
 
 
-@pytest.mark.parametrize(("major", "note"), [(9, known_failures.NO_FP4_UNITS), (12, known_failures.NOT_NATIVE)])
+@pytest.mark.parametrize(
+    ("major", "note"), [(9, known_failures.NO_FP4_UNITS), (12, known_failures.NOT_NATIVE)]
+)
 def test_advice_about_images_is_for_gpus_with_fp4_units(vllm, monkeypatch, major, note):
     """Seen on an H200: the advice for a Hopper GPU was an image with SM12x code."""
     pytest.importorskip("torch")
     vllm(fault="raise RuntimeError('no kernel image is available')")
     calls = {name: call for name, call, _ in stack_check.backends("vllm")}
     # In this process: another one for each backend would import torch.
-    monkeypatch.setattr(stack_check, "_judge_in_process", lambda _, name, __: stack_check.judge(name, calls[name]))
+    monkeypatch.setattr(
+        stack_check, "_judge_in_process", lambda _, name, __: stack_check.judge(name, calls[name])
+    )
     device = SimpleNamespace(device_info=lambda _: {"major": major, "minor": 0})
     monkeypatch.setattr(stack_check, "native", lambda: device)
     monkeypatch.setattr(stack_check, "device_count", lambda: 1)
@@ -232,7 +248,12 @@ def test_each_backend_is_printed_on_one_line(capsys):
     ]
     print_stack(stack_check.StackResult(rows, "good", "--linear-backend good", "a note"))
     output = capsys.readouterr().out
-    for line in ("✓ good: right", "✗ bad: wrong", "→ choose a backend", "· gone: missing: no module"):
+    for line in (
+        "✓ good: right",
+        "✗ bad: wrong",
+        "→ choose a backend",
+        "· gone: missing: no module",
+    ):
         assert line in output
     assert "choose good   --linear-backend good\na note" in output
 
@@ -253,7 +274,9 @@ def test_the_container_command_is_a_list_without_a_shell():
     assert stack_check.container_command("vllm/vllm-openai:v0.20", "docker", running=False) == [
         "docker", "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", "vllm/vllm-openai:v0.20", "-",
     ]  # fmt: skip
-    assert stack_check.container_command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
+    assert (
+        stack_check.container_command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
+    )
     for name in ("", "--privileged"):
         with pytest.raises(UsageError, match="not the name of a container"):
             stack_check.container_command(name, "docker", running=False)
@@ -264,7 +287,12 @@ def test_the_container_command_is_a_list_without_a_shell():
 def test_the_script_runs_where_only_numpy_is_installed(tmp_path):
     """Python alone in an empty folder, as in a container: the check runs and its last line is the result."""
     process = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())"],
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())",
+        ],
         input=stack_check.container_script("flashinfer"),
         capture_output=True,
         text=True,
@@ -302,7 +330,10 @@ def test_a_running_container_is_entered_and_an_image_started(tmp_path, monkeypat
     call = json.loads(alive.note)
     assert alive.container == "alive" and call["argv"] == ["exec", "-i", "alive", "python3", "-"]
     assert call["script"] > 10_000
-    assert json.loads(stack_check.examine_container("some/image:1", "all").note)["argv"][:2] == ["run", "--rm"]
+    assert json.loads(stack_check.examine_container("some/image:1", "all").note)["argv"][:2] == [
+        "run",
+        "--rm",
+    ]
     with pytest.raises(EnvironmentFault, match="no kernel image") as caught:
         stack_check.examine_container("broken", "vllm")
     assert "121a" in caught.value.hint

@@ -18,9 +18,13 @@ from annie_quant.gemm import oracle
 
 def test_the_fastest_kernel_of_each_cell_is_named(monkeypatch):
     us = {"ours": 4.0, "marlin": 9.0, "other": 3.0}
-    monkeypatch.setattr(stack_times, "graph_us", lambda calls, repeats: calls[0]() / len(calls[0].args[0]))
+    monkeypatch.setattr(
+        stack_times, "graph_us", lambda calls, repeats: calls[0]() / len(calls[0].args[0])
+    )
     weights = [
-        stack_times.Prepared(32, 64, [0] * 16, {name: [lambda x, v=v: v * len(x)] for name, v in us.items()}),
+        stack_times.Prepared(
+            32, 64, [0] * 16, {name: [lambda x, v=v: v * len(x)] for name, v in us.items()}
+        ),
         stack_times.Prepared(64, 64, [0] * 16, {"ours": [lambda x: 5.0 * len(x)]}),
     ]
     rows = list(stack_times.measure(weights, [1, 16], seconds=60))
@@ -37,7 +41,9 @@ def test_the_fastest_kernel_of_each_cell_is_named(monkeypatch):
 def test_a_graph_has_enough_launches_of_rotating_copies(monkeypatch):
     lengths = []
     monkeypatch.setattr(
-        stack_times, "graph_us", lambda calls, repeats: lengths.append(len({id(c.func) for c in calls})) or len(calls)
+        stack_times,
+        "graph_us",
+        lambda calls, repeats: lengths.append(len({id(c.func) for c in calls})) or len(calls),
     )
     weight = stack_times.Prepared(32, 64, [0], {"ours": [lambda x: x, lambda x: x, lambda x: x]})
     (row,) = stack_times.measure([weight], [1], seconds=60)
@@ -51,7 +57,11 @@ def test_shapes_are_those_that_servers_merge(tmp_path):
     c = c.get("text_config", c)
     shapes = stack_times.served_shapes(folder)
     hidden, width = c["hidden_size"], c["intermediate_size"]
-    assert (2 * width, hidden) in shapes and (width, hidden) not in shapes and (hidden, width) in shapes
+    assert (
+        (2 * width, hidden) in shapes
+        and (width, hidden) not in shapes
+        and (hidden, width) in shapes
+    )
     assert len(set(shapes)) == len(shapes)
 
 
@@ -76,7 +86,9 @@ def test_partial_sums_in_bfloat16_are_accepted_and_a_wrong_scale_is_not():
     scales = torch.rand(256, 64, 1, generator=generator) * 0.5 + 0.75
     ours = product_of_slices(x, (values * scales).reshape(256, 1024), 1)
     for slices in (1, 4, 16):
-        stack_times.check_result(product_of_slices(x, (values * scales).reshape(256, 1024), slices), ours, "256x1024")
+        stack_times.check_result(
+            product_of_slices(x, (values * scales).reshape(256, 1024), slices), ours, "256x1024"
+        )
     neighbours = product_of_slices(x, (values * scales.roll(1, 1)).reshape(256, 1024), 1)
     for wrong in (neighbours, ours * 1.02, ours * float("nan")):
         with pytest.raises(ValueError, match="256x1024 differs from the exact one by"):
@@ -92,7 +104,9 @@ def test_the_exact_product_is_that_of_the_whole_weight(monkeypatch):
     torch.testing.assert_close(exact, torch.from_numpy(expected), rtol=1e-6, atol=1e-9)
 
 
-def test_hummings_layer_gets_the_weight_and_a_choice_of_tiles_for_each_number_of_tokens(monkeypatch):
+def test_hummings_layer_gets_the_weight_and_a_choice_of_tiles_for_each_number_of_tokens(
+    monkeypatch,
+):
     class Layer:
         def __init__(self, *form, torch_dtype):
             self.form, self.humming_config = (*form, torch_dtype), None

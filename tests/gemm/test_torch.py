@@ -13,7 +13,9 @@ torch = pytest.importorskip("torch")
 COUNT = count_devices() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"),
+    pytest.mark.skipif(
+        COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"
+    ),
 ]
 N, K = 528, 1024
 
@@ -24,7 +26,9 @@ def layer():
 
     torch_op.register()
     codes, scales = gemm.oracle.random_weight(N, K, 5)
-    handle = torch_op.prepare(torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda(), 0.0173)
+    handle = torch_op.prepare(
+        torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda(), 0.0173
+    )
     weight = gemm.oracle.dequantize(codes, scales, 0.0173)
 
     def forward(x):
@@ -40,7 +44,9 @@ def within(out, x, weight):
 
 
 def tokens(m, seed=0):
-    return torch.randn(m, K, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+    return torch.randn(m, K, generator=torch.Generator().manual_seed(seed)).to(
+        "cuda", torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 130])
@@ -70,14 +76,20 @@ def test_the_operator_in_a_cuda_graph(layer, m):
 def test_opcheck(layer):
     from annie_quant.gemm import torch_op
 
-    handle = torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    handle = torch_op.prepare(
+        torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0
+    )
     torch.library.opcheck(torch.ops.annie_quant.nvfp4_linear.default, (tokens(3), *handle))
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 300])
 def test_a_graph_in_which_copies_and_memsets_stand_between_products(layer, m):
     """A launch that depended programmatically on such a node would make the graph invalid."""
-    x, y, stream = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
+    x, y, stream = (
+        tokens(m),
+        torch.empty(m, N, device="cuda", dtype=torch.bfloat16),
+        torch.cuda.Stream(),
+    )
     spare = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
 
     def run():
@@ -122,7 +134,9 @@ def test_rows_that_a_kernel_cannot_read_are_copied(layer):
 def test_wrong_operands_are_refused(layer):
     from annie_quant.gemm import torch_op
 
-    handle = torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    handle = torch_op.prepare(
+        torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0
+    )
     operator = torch.ops.annie_quant.nvfp4_linear
     with pytest.raises(UsageError, match=r"float32.*expected float16 or bfloat16"):
         operator(tokens(2).float(), *handle)
@@ -141,7 +155,10 @@ def test_the_oracle_passes_and_finds_planted_faults(layer, dtype):
 
     for n, k in ((N, K), (61, 1008)):
         codes, scales = gemm.oracle.random_weight(n, k, 3)
-        codes, scales = torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda().view(torch.float8_e4m3fn)
+        codes, scales = (
+            torch.from_numpy(codes).cuda(),
+            torch.from_numpy(scales).cuda().view(torch.float8_e4m3fn),
+        )
         for fault in (None, "nibbles", "scales", "fragment", "lane"):
             weight = torch_op.prepare(codes, scales, 0.01, fault=fault)
             worst = oracle.worst_error(weight, codes, scales, 0.01, dtype)
@@ -160,7 +177,9 @@ def test_the_oracle_passes_and_finds_planted_faults(layer, dtype):
     ],
 )
 def test_invalid_arrays_raise_before_a_launch(layer, change, message):
-    weight = gemm.Weight(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    weight = gemm.Weight(
+        torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0
+    )
     out = torch.full((2, N), 7.0, dtype=torch.float32, device="cuda")
     with pytest.raises(UsageError, match=message):
         gemm.w4a16(change(tokens(2)), weight, out)

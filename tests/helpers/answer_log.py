@@ -32,7 +32,9 @@ def missing(path: Path, cuts: str, n: int, again: int | None = None) -> dict[str
     first, *others = cuts.split(",")
     later = range(n if again is None else min(n, again))[::-1]
     orders: dict[str, range] = {first: range(n), **dict.fromkeys(others, later)}
-    return {cut: [i for i in order if i not in answered.get(cut, {})] for cut, order in orders.items()}
+    return {
+        cut: [i for i in order if i not in answered.get(cut, {})] for cut, order in orders.items()
+    }
 
 
 class AnswerLog:

@@ -19,7 +19,11 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "search_memory",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
         },
     }
 ]
@@ -44,7 +48,10 @@ def ask(text):
 
 FACTS = workload(
     "factual",
-    [{"id": f"f{i}", "messages": ask(f"Capital {i}?"), "expect": {"contains": ["Tokyo"]}} for i in range(6)],
+    [
+        {"id": f"f{i}", "messages": ask(f"Capital {i}?"), "expect": {"contains": ["Tokyo"]}}
+        for i in range(6)
+    ],
     gates=["non_empty", "no_markdown", "thinking_leak", "factual"],
 )
 MEMORY = workload(
@@ -90,7 +97,9 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
         **more,
     }
     identifier = f"{backend}/{workload}/{case}/{turn}"
-    return record_of(id=identifier, backend=backend, workload=workload, case=case, turn=turn, **fields)
+    return record_of(
+        id=identifier, backend=backend, workload=workload, case=case, turn=turn, **fields
+    )
 
 
 def known(name, **more):
@@ -119,7 +128,12 @@ def folder_of(where, shift, leaks=0):
         record.judgement.checks = {"non_empty": False}
     identities, config = {"a": known("a")}, config_of(w={"temperature": 0})
     where.mkdir()
-    (where / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
+    (where / "records.jsonl").write_bytes(
+        b"".join(documents.encode_record(r) + b"\n" for r in rows)
+    )
     aggregates = aggregate_records(rows, config, identities)
-    documents.write(where / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
+    documents.write(
+        where / "bench.json",
+        documents.Bench(config=config, backends=identities, aggregates=aggregates),
+    )
     return where

@@ -27,7 +27,9 @@ class Answer:
     """An answer without its framing. chunks: of the body; gaps_s: before each. to_end: the body ends with the connection."""
 
     status: int = 200
-    fields: list[tuple[str, str]] = field(default_factory=lambda: [("Content-Type", "text/event-stream")])
+    fields: list[tuple[str, str]] = field(
+        default_factory=lambda: [("Content-Type", "text/event-stream")]
+    )
     chunks: list[bytes] = field(default_factory=list)
     interim: int = 0
     trailers: list[tuple[str, str]] = field(default_factory=list)
@@ -58,7 +60,9 @@ class Answer:
         early = literal(b":status", b"103") + literal(b"link", b"</x>")
         block = literal(b":status", str(self.status).encode())
         block += b"".join(literal(n.lower().encode(), v.encode()) for n, v in self.fields)
-        result = frame(HEADERS, END_HEADERS, number, early) * self.interim + frame(HEADERS, END_HEADERS, number, block)
+        result = frame(HEADERS, END_HEADERS, number, early) * self.interim + frame(
+            HEADERS, END_HEADERS, number, block
+        )
         for piece in self.chunks:
             for start in range(0, len(piece), 16384):
                 result += frame(DATA, 0, number, piece[start : start + 16384])
@@ -103,10 +107,15 @@ class Carrier:
         base = server.url.removesuffix("/v1/chat/completions")
         if self.name == "proxy":
             more["proxy"], base = base, "http://origin.example:8123"
-        planned = [aq.stream.Request(f"{base}/{i}", **{"timeout_s": 10, **fields}) for i, fields in enumerate(requests)]
+        planned = [
+            aq.stream.Request(f"{base}/{i}", **{"timeout_s": 10, **fields})
+            for i, fields in enumerate(requests)
+        ]
         return aq.stream.run(planned, concurrency, **self.options, **more)
 
-    def answer(self, script: Script, cut: bool = False, pause_s: float = 0.0) -> Callable[..., None]:
+    def answer(
+        self, script: Script, cut: bool = False, pause_s: float = 0.0
+    ) -> Callable[..., None]:
         """Return a server's `respond`: request /i gets script(i), in two parts after i bytes if `cut`."""
 
         def respond(connection: Any, *of: Any) -> None:
@@ -128,7 +137,9 @@ class Carrier:
             if at < len(data):
                 time.sleep(pause_s)
                 connection.sendall(data[at:])
-            if isinstance(answer, Answer) and (answer.is_cut or (answer.framing == "to_end" and self.name != "HTTP/2")):
+            if isinstance(answer, Answer) and (
+                answer.is_cut or (answer.framing == "to_end" and self.name != "HTTP/2")
+            ):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -151,9 +162,17 @@ class Carrier:
             first, *lines = head.split(b"\r\n")
             method, target, _ = first.split(b" ", 2)
             target = target.removeprefix(b"http://origin.example:8123")
-            fields = [(n.lower(), v.removeprefix(b" ")) for n, _, v in (line.partition(b":") for line in lines)]
+            fields = [
+                (n.lower(), v.removeprefix(b" "))
+                for n, _, v in (line.partition(b":") for line in lines)
+            ]
         fields = [
-            (n, b"HOST" if n == b"host" and (v.startswith(b"127.0.0.1:") or v == b"origin.example:8123") else v)
+            (
+                n,
+                b"HOST"
+                if n == b"host" and (v.startswith(b"127.0.0.1:") or v == b"origin.example:8123")
+                else v,
+            )
             for n, v in fields
             if n != b"proxy-connection"
         ]
@@ -163,6 +182,19 @@ class Carrier:
 def result_of(timings: aq.stream.Timings, index: int) -> dict[str, Any]:
     """Return all of a result that must not depend on the carrier."""
     record = asdict(timings.record(index, "user"))
-    names = ("status", "cause", "text", "reasoning", "tool_calls", "finish_reason", "usage", "warnings")
+    names = (
+        "status",
+        "cause",
+        "text",
+        "reasoning",
+        "tool_calls",
+        "finish_reason",
+        "usage",
+        "warnings",
+    )
     headers = {n: v for n, v in timings.headers(index).items() if n not in FRAMING}
-    return {**{name: record[name] for name in names}, "headers": headers, "body": timings.body(index)}
+    return {
+        **{name: record[name] for name in names},
+        "headers": headers,
+        "body": timings.body(index),
+    }

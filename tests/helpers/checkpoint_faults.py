@@ -29,7 +29,11 @@ def first_block_of(t: dict) -> tuple[int, int]:
 
 
 FAULTS = {
-    "NaN block scale": (lambda t, c: byte(t, f"{GATE}.weight_scale", 0x7F), "block_scale_nan", f"{GATE}.weight_scale"),
+    "NaN block scale": (
+        lambda t, c: byte(t, f"{GATE}.weight_scale", 0x7F),
+        "block_scale_nan",
+        f"{GATE}.weight_scale",
+    ),
     "negative NaN block scale": (
         lambda t, c: byte(t, f"{GATE}.weight_scale", 0xFF),
         "block_scale_nan",
@@ -40,7 +44,11 @@ FAULTS = {
         "block_scale_negative",
         f"{GATE}.weight_scale",
     ),
-    "zero block scale": (lambda t, c: byte(t, f"{GATE}.weight_scale", 0), "block_scale_zero", f"{GATE}.weight_scale"),
+    "zero block scale": (
+        lambda t, c: byte(t, f"{GATE}.weight_scale", 0),
+        "block_scale_zero",
+        f"{GATE}.weight_scale",
+    ),
     "NaN tensor scale": (
         lambda t, c: scale(t, f"{DOWN}.weight_scale_2", np.nan),
         "tensor_scale_bad",
@@ -63,7 +71,11 @@ FAULTS = {
     ),
     "no tensor scale": (lambda t, c: t.pop(f"{DOWN}.weight_scale_2"), "tensor_scale_missing", DOWN),
     "no input scale": (lambda t, c: t.pop(f"{DOWN}.input_scale"), "input_scale_missing", DOWN),
-    "zero input scale": (lambda t, c: scale(t, f"{DOWN}.input_scale", 0), "input_scale_bad", f"{DOWN}.input_scale"),
+    "zero input scale": (
+        lambda t, c: scale(t, f"{DOWN}.input_scale", 0),
+        "input_scale_bad",
+        f"{DOWN}.input_scale",
+    ),
     "negative input scale": (
         lambda t, c: scale(t, f"{DOWN}.input_scale", -1),
         "input_scale_bad",
@@ -79,7 +91,11 @@ FAULTS = {
         "fused_tensor_scale",
         GATE,
     ),
-    "q and v input scales": (lambda t, c: scale(t, f"{V}.input_scale", 0.005), "fused_input_scale", None),
+    "q and v input scales": (
+        lambda t, c: scale(t, f"{V}.input_scale", 0.005),
+        "fused_input_scale",
+        None,
+    ),
     "all-zero tensor": (
         lambda t, c: t.update({f"{DOWN}.weight": np.zeros_like(t[f"{DOWN}.weight"])}),
         "all_zero",
@@ -101,7 +117,9 @@ FAULTS = {
         f"{GATE}.weight_scale",
     ),
     "scale of the wrong shape": (
-        lambda t, c: t.update({f"{GATE}.weight_scale": np.zeros((640, 16), ml_dtypes.float8_e4m3fn)}),
+        lambda t, c: t.update(
+            {f"{GATE}.weight_scale": np.zeros((640, 16), ml_dtypes.float8_e4m3fn)}
+        ),
         "scale_shape",
         f"{GATE}.weight_scale",
     ),
@@ -110,20 +128,36 @@ FAULTS = {
         "scale_dtype",
         f"{GATE}.weight_scale",
     ),
-    "no block scale": (lambda t, c: t.pop(f"{GATE}.weight_scale"), "block_scale_missing", f"{GATE}.weight"),
-    "scale without a weight": (lambda t, c: t.pop(f"{GATE}.weight"), "orphan_scale", f"{GATE}.weight_scale"),
+    "no block scale": (
+        lambda t, c: t.pop(f"{GATE}.weight_scale"),
+        "block_scale_missing",
+        f"{GATE}.weight",
+    ),
+    "scale without a weight": (
+        lambda t, c: t.pop(f"{GATE}.weight"),
+        "orphan_scale",
+        f"{GATE}.weight_scale",
+    ),
     "excluded and quantized": (
         lambda t, c: quant(c)["ignore"].append("model.layers.1.mlp*"),
         "excluded_but_quantized",
         GATE,
     ),
-    "plain and not excluded": (lambda t, c: quant(c)["ignore"].remove("lm_head"), "not_excluded", "lm_head"),
+    "plain and not excluded": (
+        lambda t, c: quant(c)["ignore"].remove("lm_head"),
+        "not_excluded",
+        "lm_head",
+    ),
     "activation scale left over": (
         lambda t, c: t.update({f"{DOWN}.pre_quant_scale": np.ones(512, ml_dtypes.bfloat16)}),
         "pre_quant_scale",
         f"{DOWN}.pre_quant_scale",
     ),
-    "only hf_quant_config": (lambda t, c: c.pop("quantization_config"), "config_missing", "config.json"),
+    "only hf_quant_config": (
+        lambda t, c: c.pop("quantization_config"),
+        "config_missing",
+        "config.json",
+    ),
     "algorithms differ": (
         lambda t, c: quant(c).update(quant_algo="W4A16_NVFP4"),
         "config_disagrees",
@@ -135,12 +169,16 @@ FAULTS = {
         "config.json",
     ),
     "tensors without the prefix of their class": (
-        lambda t, c: c.update(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5"),
+        lambda t, c: c.update(
+            architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5"
+        ),
         "prefix_disagrees",
         "model.layers.0.input_layernorm.weight",
     ),
     "linear_attn missing from ignore": (
-        lambda t, c: quant(c).update(ignore=[n for n in quant(c)["ignore"] if "linear_attn" not in n]),
+        lambda t, c: quant(c).update(
+            ignore=[n for n in quant(c)["ignore"] if "linear_attn" not in n]
+        ),
         "not_excluded",
         "model.layers.0.linear_attn.in_proj_a",
     ),
@@ -189,7 +227,9 @@ def fp8_too(t: dict, c: dict) -> None:
     t[f"{module}.input_scale"] = np.array(0.01, np.float32)
     from annie_quant.checkpoint.dialects import modelopt
 
-    formats = {n.removesuffix(".weight_scale"): "nvfp4" for n in t if n.endswith(".weight_scale")} | {module: "fp8"}
+    formats = {
+        n.removesuffix(".weight_scale"): "nvfp4" for n in t if n.endswith(".weight_scale")
+    } | {module: "fp8"}
     c["quantization_config"] = modelopt.settings(formats, [], 16).quantization_config
 
 

@@ -40,7 +40,11 @@ CONFIG = {
     "vocab_size": 1536,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "attention_bias": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
 }
 BF16 = ml_dtypes.bfloat16
 
@@ -66,7 +70,11 @@ def layer(c: dict, p: str, kind: str) -> dict[str, tuple[int, ...]]:
     h, f = c["hidden_size"], c["intermediate_size"]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
     values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
-    q, kv, d = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"], c["head_dim"]
+    q, kv, d = (
+        c["num_attention_heads"] * c["head_dim"],
+        c["num_key_value_heads"] * c["head_dim"],
+        c["head_dim"],
+    )
     out = {
         p + "input_layernorm.weight": (h,),
         p + "post_attention_layernorm.weight": (h,),
@@ -110,12 +118,16 @@ def weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
         elif len(shape) == 1:
             value = 0.1 * rng.standard_normal(shape)
         else:
-            value = rng.standard_normal(shape) * (0.3 if "conv1d" in name else 1.5 / np.sqrt(shape[-1]))
+            value = rng.standard_normal(shape) * (
+                0.3 if "conv1d" in name else 1.5 / np.sqrt(shape[-1])
+            )
         out[name] = value.astype(BF16)
     return out
 
 
-def save(folder: Path, tensors: dict[str, np.ndarray], config: dict, shard_bytes: int = 1 << 40) -> Path:
+def save(
+    folder: Path, tensors: dict[str, np.ndarray], config: dict, shard_bytes: int = 1 << 40
+) -> Path:
     writer.write(folder, [writer.planned(n, t) for n, t in tensors.items()], shard_bytes)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in TOKENIZER:
@@ -130,10 +142,17 @@ def bf16(folder: Path, seed: int = 0, shard_bytes: int = 1 << 40, **changes) -> 
 
 
 def quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    return is_linear(name, shape) and not any(k in name for k in ("lm_head", "in_proj_a", "in_proj_b"))
+    return is_linear(name, shape) and not any(
+        k in name for k in ("lm_head", "in_proj_a", "in_proj_b")
+    )
 
 
-def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name: True, with_input: bool = True) -> Path:
+def nvfp4(
+    folder: Path,
+    source: Path,
+    only: Callable[[str], bool] = lambda name: True,
+    with_input: bool = True,
+) -> Path:
     """Write the checkpoint as ModelOpt would export it: shared scales for fused linears, both configurations."""
     from annie_quant import nvfp4 as codec
 
@@ -156,8 +175,12 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
         }
         if with_input:
             out[f"{module}.input_scale"] = np.array(0.004, np.float32)
-    unquantized = sorted(n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules)
-    settings = modelopt.settings(dict.fromkeys(modules, "nvfp4" if with_input else "w4a16"), unquantized, 16)
+    unquantized = sorted(
+        n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules
+    )
+    settings = modelopt.settings(
+        dict.fromkeys(modules, "nvfp4" if with_input else "w4a16"), unquantized, 16
+    )
     save(folder, out, plain.config)
     writer.write_settings(folder, plain.config, settings)
     return folder
@@ -177,7 +200,11 @@ def multimodal(t: dict, c: dict) -> None:
     text = dict(c, model_type="qwen3_5_text")
     text.pop("architectures")
     c.clear()
-    c |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    c |= {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
     if quantization:
         deeper = [n.replace("model.", "model.language_model.", 1) for n in quantization["ignore"]]
         c["quantization_config"] = quantization | {"ignore": deeper}

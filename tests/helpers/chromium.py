@@ -37,7 +37,9 @@ def started() -> Iterator[int]:
     ]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")
-    process = subprocess.Popen([find(), *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [find(), *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         output = Path(profile) / "DevToolsActivePort"
         give_up = time.monotonic() + 30
@@ -95,20 +97,28 @@ class Page:
         return time.monotonic() - start
 
     async def evaluate(self, expression: str) -> Any:
-        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in result:
             raise RuntimeError(str(result["exceptionDetails"]))
         return result["result"].get("value")
 
     async def view(self, width: int, dark: bool, height: int = 900) -> None:
         await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self, path: str | Path, whole: bool = True) -> None:
-        result = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        result = await self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole
+        )
         Path(path).write_bytes(base64.b64decode(result["data"]))
 
 

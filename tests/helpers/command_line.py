@@ -33,7 +33,10 @@ def annie_quant(
     argv = ["annie-quant", *map(str, words)]
     code: object = 0
     try:
-        with CliRunner().isolation(stdin, env) as (stdout, stderr, _), mock.patch.object(sys, "argv", argv):
+        with (
+            CliRunner().isolation(stdin, env) as (stdout, stderr, _),
+            mock.patch.object(sys, "argv", argv),
+        ):
             try:
                 cli.main()
             except SystemExit as exit_:

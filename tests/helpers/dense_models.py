@@ -23,7 +23,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 # Five layers with a window that the texts exceed, then one with full attention, as in llama.cpp.
-GEMMA3 = {"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 32,
+    "tie_word_embeddings": True,
+}
 # Name of the model here → class and settings. Qwen2's attention always has biases on q, k and v; Llama's has four if asked.
 CLASSES = {
     "llama": ("LlamaConfig", {}),

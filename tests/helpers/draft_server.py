@@ -26,5 +26,11 @@ def served(file: Path, prompts: Iterable[Sequence[int]], drafts: int, limit: int
         for prompt in prompts:
             document = complete(server.url, prompt, limit, timeout_s=300)
             timings = document["timings"]
-            answers.append(Served(document["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)))
+            answers.append(
+                Served(
+                    document["tokens"],
+                    timings.get("draft_n", 0),
+                    timings.get("draft_n_accepted", 0),
+                )
+            )
     return answers

@@ -20,7 +20,9 @@ def padded(n: int, k: int) -> tuple[int, int]:
     return -(-n // 32) * 32, -(-k // 128) * 128
 
 
-def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | None = None) -> torch_op.Prepared:
+def prepare(
+    codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | None = None
+) -> torch_op.Prepared:
     n, k = codes.shape[0], codes.shape[1] * 2
     scales = block_scale.view(torch.uint8).numpy()
     bad = np.argwhere((scales >= 0x7F) & (scales != 0x80))
@@ -32,14 +34,21 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | N
     if fault == "scales":
         scales = scales[np.arange(n) ^ 1 if n % 2 == 0 else np.roll(np.arange(n), 1)]
     rows, columns = padded(n, k)
-    to_codes, to_scales = np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 16), np.uint8)
+    to_codes, to_scales = (
+        np.zeros((rows, columns // 2), np.uint8),
+        np.zeros((rows, columns // 16), np.uint8),
+    )
     to_codes[:n, : k // 2], to_scales[:n, : k // 16] = bytes_of, scales
     blocks = [slice(i, i + grouped.BLOCK_ROWS) for i in range(0, rows, grouped.BLOCK_ROWS)]
-    packed = torch.from_numpy(np.concatenate([part[b].ravel() for b in blocks for part in (to_codes, to_scales)]))
+    packed = torch.from_numpy(
+        np.concatenate([part[b].ravel() for b in blocks for part in (to_codes, to_scales)])
+    )
     return torch_op.Prepared(packed, torch.tensor(tensor_scale, dtype=torch.float32), n)
 
 
-def product(x: torch.Tensor, packed: torch.Tensor, tensor_scale: torch.Tensor, n: int) -> torch.Tensor:
+def product(
+    x: torch.Tensor, packed: torch.Tensor, tensor_scale: torch.Tensor, n: int
+) -> torch.Tensor:
     k = x.shape[-1]
     rows, columns = padded(n, k)
     codes, scales, rest = [], [], packed.numpy()
@@ -52,7 +61,9 @@ def product(x: torch.Tensor, packed: torch.Tensor, tensor_scale: torch.Tensor, n
     assert sum(map(len, codes)) == rows
     codes, scales = (np.concatenate(parts)[:n] for parts in (codes, scales))
     codes, scales = codes[:, : k // 2], scales[:, : k // 16]
-    weight = torch.from_numpy(oracle.dequantize(codes, scales, tensor_scale.item()).astype(np.float32))
+    weight = torch.from_numpy(
+        oracle.dequantize(codes, scales, tensor_scale.item()).astype(np.float32)
+    )
     return (x.float() @ weight.t()).to(x.dtype)
 
 
@@ -82,7 +93,9 @@ def experts_write(
         out[of_tile] = product(x[of_tile // top_k], packed[expert], scales[expert], n)
 
 
-def experts_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, n: int, *aligned: Any) -> torch.Tensor:
+def experts_product(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, n: int, *aligned: Any
+) -> torch.Tensor:
     out = torch.zeros(x.shape[0] * aligned[-2], n, dtype=x.dtype)
     experts_write(out, x, packed, scales, *aligned)
     return out

@@ -52,7 +52,11 @@ def single(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             out[name] = t
             continue
         for e in range(EXPERTS):
-            parts = [("gate_proj", t[e, :WIDTH]), ("up_proj", t[e, WIDTH:])] if "gate_up" in kind else [(kind, t[e])]
+            parts = (
+                [("gate_proj", t[e, :WIDTH]), ("up_proj", t[e, WIDTH:])]
+                if "gate_up" in kind
+                else [(kind, t[e])]
+            )
             out |= {f"{base}.{e}.{k}.weight": np.ascontiguousarray(v) for k, v in parts}
     return out
 
@@ -69,7 +73,9 @@ def per_expert(folder: Path) -> Path:
 
 def nvfp4(folder: Path, source: Path) -> Path:
     """Quantize a plain checkpoint with a name per expert as ModelOpt does: routers and gates stay in 16 bits."""
-    return zoo.nvfp4(folder, source, lambda n: not n.endswith(("mlp.gate.weight", "shared_expert_gate.weight")))
+    return zoo.nvfp4(
+        folder, source, lambda n: not n.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+    )
 
 
 def pack_merged(t: dict, c: dict) -> None:
@@ -79,16 +85,23 @@ def pack_merged(t: dict, c: dict) -> None:
         for k in ("gate_proj", "up_proj", "down_proj"):
             for end in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
                 t.pop(f"{base}.{e}.{k}.{end}")
-    for name, rows, columns in (("gate_up_proj", 2 * WIDTH, zoo.CONFIG["hidden_size"]), ("down_proj", 256, WIDTH)):
+    for name, rows, columns in (
+        ("gate_up_proj", 2 * WIDTH, zoo.CONFIG["hidden_size"]),
+        ("down_proj", 256, WIDTH),
+    ):
         t[f"{base}.{name}"] = np.ones((EXPERTS, rows, columns // 2), np.uint8)
-        t[f"{base}.{name}_weight_scale"] = np.ones((EXPERTS, rows, columns // 16), ml_dtypes.float8_e4m3fn)
+        t[f"{base}.{name}_weight_scale"] = np.ones(
+            (EXPERTS, rows, columns // 16), ml_dtypes.float8_e4m3fn
+        )
         t[f"{base}.{name}_weight_scale_2"] = np.ones(EXPERTS, np.float32) / 1000
 
 
 def plain_merged(t: dict, c: dict) -> None:
     """Store one layer's experts merged in 16 bits, as ModelOpt exports them when it does not see them."""
     pack_merged(t, c)
-    for name in [n for n in t if ".mlp.experts." in n and n.endswith(("_weight_scale", "_weight_scale_2"))]:
+    for name in [
+        n for n in t if ".mlp.experts." in n and n.endswith(("_weight_scale", "_weight_scale_2"))
+    ]:
         t.pop(name)
     t |= {n: v for n, v in weights().items() if n.startswith(f"{LAYER}.mlp.experts")}
 
@@ -129,8 +142,16 @@ MODULE = f"{LAYER}.mlp.experts"
 # name → (change, code, tensor)
 FAULTS = {
     "an expert is missing": (drop(".weight", "_scale", "_scale_2"), "expert_count", MODULE),
-    "one expert more than the configuration": (lambda t, c: c.update(num_experts=EXPERTS - 1), "expert_count", MODULE),
-    "a router for fewer experts": (after(no_change, ROUTER, lambda w: w[:-1]), "expert_count", ROUTER),
+    "one expert more than the configuration": (
+        lambda t, c: c.update(num_experts=EXPERTS - 1),
+        "expert_count",
+        MODULE,
+    ),
+    "a router for fewer experts": (
+        after(no_change, ROUTER, lambda w: w[:-1]),
+        "expert_count",
+        ROUTER,
+    ),
     "one expert in 16 bits": (plain_one, "experts_mixed", MODULE),
     "merged experts left unquantized": (plain_merged, "experts_unquantized", GATE_UP),
     "packed experts without scales": (
@@ -148,14 +169,24 @@ FAULTS = {
         "expert_scales_missing",
         GATE_UP,
     ),
-    "an expert without block scales": (drop("up_proj.weight_scale"), "block_scale_missing", f"{EXPERT}.up_proj.weight"),
+    "an expert without block scales": (
+        drop("up_proj.weight_scale"),
+        "block_scale_missing",
+        f"{EXPERT}.up_proj.weight",
+    ),
     "gate and up of an expert differ in scale": (
-        after(no_change, f"{EXPERT}.up_proj.weight_scale_2", lambda s: np.array(s * 1.5, np.float32)),
+        after(
+            no_change, f"{EXPERT}.up_proj.weight_scale_2", lambda s: np.array(s * 1.5, np.float32)
+        ),
         "fused_tensor_scale",
         f"{EXPERT}.gate_proj",
     ),
     "a dead expert": (
-        after(no_change, f"{EXPERT}.down_proj.weight_scale_2", lambda s: np.array(s / 1000, np.float32)),
+        after(
+            no_change,
+            f"{EXPERT}.down_proj.weight_scale_2",
+            lambda s: np.array(s / 1000, np.float32),
+        ),
         "expert_scale_range",
         f"{EXPERT}.down_proj",
     ),

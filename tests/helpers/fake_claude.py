@@ -28,9 +28,15 @@ def conversation(number: int, turns: int, tool: str | None) -> dict:
     word = "".join(chr(97 + (number * 7919 + 104729 * k) % 26) for k in range(7)) + str(number)
     result = []
     for turn in range(turns):
-        one = {"user": f"Please {word} the {word[::-1]} of part{turn}", "assistant": f"That is {word}, gladly."}
+        one = {
+            "user": f"Please {word} the {word[::-1]} of part{turn}",
+            "assistant": f"That is {word}, gladly.",
+        }
         if tool:
-            one |= {"call": {"name": tool, "arguments": {"query": word}}, "result": f"{word} was found."}
+            one |= {
+                "call": {"name": tool, "arguments": {"query": word}},
+                "result": f"{word} was found.",
+            }
         result.append(one)
     return {"turns": result}
 
@@ -47,7 +53,10 @@ def main() -> None:
     before = len(log.read_text().splitlines()) if log.exists() else 0
     with log.open("a") as file:
         file.write(
-            json.dumps({"argv": sys.argv[1:], "stdin": prompt, "cwd": [p.name for p in Path().iterdir()]}) + "\n"
+            json.dumps(
+                {"argv": sys.argv[1:], "stdin": prompt, "cwd": [p.name for p in Path().iterdir()]}
+            )
+            + "\n"
         )
     steps = script["steps"]
     step = steps[min(before, len(steps) - 1)]
@@ -56,8 +65,17 @@ def main() -> None:
     tool = re.search(r"calls (\w+) without any other text", prompt)
     conversations = [conversation(before * 100 + i, turns, tool and tool[1]) for i in range(count)]
     text = json.dumps({"conversations": conversations})
-    result = {"type": "result", "subtype": "success", "is_error": False, "total_cost_usd": script.get("cost", 0.01)}
-    result |= {"usage": {"output_tokens": 500}, "stop_reason": "end_turn", **script.get("fields", {})}
+    result = {
+        "type": "result",
+        "subtype": "success",
+        "is_error": False,
+        "total_cost_usd": script.get("cost", 0.01),
+    }
+    result |= {
+        "usage": {"output_tokens": 500},
+        "stop_reason": "end_turn",
+        **script.get("fields", {}),
+    }
     kind = step["do"]
     if kind == "hang":
         time.sleep(600)

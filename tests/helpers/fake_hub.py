@@ -32,12 +32,23 @@ def card_faults(text: str) -> list[str]:
             faults.append(f"{key} must be a string")
     if data.get("base_model", "").count("/") != 1:
         faults.append("base_model must be OWNER/NAME")
-    if data.get("base_model_relation", "quantized") not in ("adapter", "merge", "quantized", "finetune"):
+    if data.get("base_model_relation", "quantized") not in (
+        "adapter",
+        "merge",
+        "quantized",
+        "finetune",
+    ):
         faults.append("base_model_relation is unknown")
     for model in data.get("model-index") or ():
         for result in model["results"]:
-            faults += [f"a result lacks {k}" for k in ("task", "dataset", "metrics") if k not in result]
-            faults += ["a metric lacks its value" for m in result["metrics"] if "value" not in m or "type" not in m]
+            faults += [
+                f"a result lacks {k}" for k in ("task", "dataset", "metrics") if k not in result
+            ]
+            faults += [
+                "a metric lacks its value"
+                for m in result["metrics"]
+                if "value" not in m or "type" not in m
+            ]
     return faults
 
 
@@ -61,9 +72,13 @@ class FakeHub:
         self.lock = threading.Lock()
 
     def __enter__(self) -> FakeHub:
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         self.thread.start()
         return self
 
@@ -141,15 +156,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.create(json.loads(content))
         elif path == "/api/validate-yaml":
             faults = card_faults(json.loads(content)["content"])
-            self.answer({"errors": [{"message": f} for f in faults], "warnings": []}, 400 if faults else 200)
+            self.answer(
+                {"errors": [{"message": f} for f in faults], "warnings": []}, 400 if faults else 200
+            )
         elif "/preupload/" in path:
             modes = [
-                {"path": f["path"], "uploadMode": "lfs" if f["size"] > 20_000 else "regular", "shouldIgnore": False}
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["size"] > 20_000 else "regular",
+                    "shouldIgnore": False,
+                }
                 for f in json.loads(content)["files"]
             ]
             self.answer({"files": modes})
         elif path.endswith("/info/lfs/objects/batch"):
-            self.answer({"transfer": "basic", "objects": [self.offer(o) for o in json.loads(content)["objects"]]})
+            self.answer(
+                {
+                    "transfer": "basic",
+                    "objects": [self.offer(o) for o in json.loads(content)["objects"]],
+                }
+            )
         elif path.startswith("/complete/"):
             oid = path.rsplit("/", 1)[1]
             whole = b"".join(v for (o, _), v in sorted(self.hub.parts.items()) if o == oid)
@@ -167,7 +193,9 @@ class _Handler(BaseHTTPRequestHandler):
             private = bool(request.get("private") or request.get("visibility") == "private")
             self.hub.repos[repo] = {"private": private}
             self.hub.committed[repo] = {}
-        self.answer({"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo}, 409 if known else 200)
+        self.answer(
+            {"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo}, 409 if known else 200
+        )
 
     def offer(self, request: dict[str, Any]) -> dict[str, Any]:
         oid, size = request["oid"], request["size"]
@@ -191,7 +219,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.break_puts -= self.hub.break_puts > 0
         if broken:
             self.rfile.read(min(1000, int(self.headers["Content-Length"])))
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # RST, not FIN
+            self.connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+            )  # RST, not FIN
             self.close_connection = True
             self.connection.close()
             return
@@ -222,4 +252,10 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 self.hub.committed[repo][value["path"]] = self.hub.stored[value["oid"]]
         digest = hashlib.sha1(content).hexdigest()
-        self.answer({"success": True, "commitUrl": f"{self.hub.url}/{repo}/commit/{digest}", "commitOid": digest})
+        self.answer(
+            {
+                "success": True,
+                "commitUrl": f"{self.hub.url}/{repo}/commit/{digest}",
+                "commitOid": digest,
+            }
+        )

@@ -105,7 +105,14 @@ class FakeServer:
         return web.json_response(
             {
                 "object": "list",
-                "data": [{"id": self.model, "object": "model", "owned_by": owner, "meta": self.model_meta or None}],
+                "data": [
+                    {
+                        "id": self.model,
+                        "object": "model",
+                        "owned_by": owner,
+                        "meta": self.model_meta or None,
+                    }
+                ],
             }
         )
 
@@ -135,7 +142,8 @@ class FakeServer:
         script = self.answer(body)
         if script.status != 200:
             return web.json_response(
-                {"error": {"code": script.status, "message": script.error, "type": "invalid"}}, status=script.status
+                {"error": {"code": script.status, "message": script.error, "type": "invalid"}},
+                status=script.status,
             )
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -156,15 +164,30 @@ class FakeServer:
                 await asyncio.sleep(script.gap_s)
             await self._send(reply, {"choices": [choice]})
         tokens = script.completion_tokens
-        tokens = len(script.content) + len(script.reasoning) + 6 * len(script.tools) + 1 if tokens is None else tokens
-        prompt = script.prompt_tokens or sum(len(str(m.get("content")).split()) for m in body["messages"])
+        tokens = (
+            len(script.content) + len(script.reasoning) + 6 * len(script.tools) + 1
+            if tokens is None
+            else tokens
+        )
+        prompt = script.prompt_tokens or sum(
+            len(str(m.get("content")).split()) for m in body["messages"]
+        )
         if script.usage and (body.get("stream_options") or {}).get("include_usage"):
             last: dict[str, Any] = {
                 "choices": [],
-                "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": tokens,
+                    "total_tokens": prompt + tokens,
+                },
             }
             if self.style == "llama.cpp":
-                last["timings"] = {"prompt_n": prompt, "prompt_ms": 1.0, "predicted_n": tokens, "predicted_ms": 1.0}
+                last["timings"] = {
+                    "prompt_n": prompt,
+                    "prompt_ms": 1.0,
+                    "predicted_n": tokens,
+                    "predicted_ms": 1.0,
+                }
                 last["timings"]["prompt_n"] -= script.cached_tokens or 0
                 last["timings"] |= script.timings
             if script.cached_tokens is not None:
@@ -176,13 +199,21 @@ class FakeServer:
         return reply
 
     async def _send(self, reply: web.StreamResponse, chunk: dict) -> None:
-        chunk = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": self.model, **chunk}
+        chunk = {
+            "id": "c1",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": self.model,
+            **chunk,
+        }
         await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
     def _choices(self, script: Script) -> list[dict]:
         llama = self.style == "llama.cpp"
         deltas: list[dict] = [{"role": "assistant", "content": None if llama else ""}]
-        deltas += [{"reasoning_content" if llama else "reasoning": piece} for piece in script.reasoning]
+        deltas += [
+            {"reasoning_content" if llama else "reasoning": piece} for piece in script.reasoning
+        ]
         deltas += [{"content": piece} for piece in script.content]
         for index, (name, arguments) in enumerate(script.tools):
             first, rest = (arguments[:1], arguments[1:]) if llama else ("", arguments)
@@ -202,7 +233,11 @@ class FakeServer:
                 {"tool_calls": [{"index": index, "function": {"arguments": rest[i : i + 6]}}]}
                 for i in range(0, len(rest), 6)
             ]
-        finish = ("tool_calls" if script.tools else "stop") if script.finish is None else script.finish or None
+        finish = (
+            ("tool_calls" if script.tools else "stop")
+            if script.finish is None
+            else script.finish or None
+        )
         return [{"index": 0, "delta": d, "finish_reason": None} for d in deltas] + [
             {"index": 0, "delta": {}, "finish_reason": finish}
         ]

@@ -66,7 +66,9 @@ class FaultyServer:
         try:
             async with (
                 ClientSession() as session,
-                session.request(request.method, self.url + request.path, json=sent if body else None) as answer,
+                session.request(
+                    request.method, self.url + request.path, json=sent if body else None
+                ) as answer,
             ):
                 response = web.StreamResponse(status=answer.status)
                 response.content_type = answer.content_type
@@ -81,7 +83,9 @@ class FaultyServer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("port", type=int)
     parser.add_argument("model", type=Path)
     parser.add_argument("--kv", default="f16")

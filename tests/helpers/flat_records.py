@@ -8,4 +8,6 @@ from annie_quant.documents.records import GROUPS
 
 def record_of(**fields: Any) -> RequestRecord:
     """Return the record with these fields, by name; fields that are missing have their defaults."""
-    return pick(RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}})
+    return pick(
+        RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}}
+    )

@@ -10,7 +10,11 @@ def adversarial(dtype):
     """Return near-ties, exact ties, wide ranges, zeros, negative zeros, subnormals, empty and sparse blocks."""
     rng = np.random.default_rng(3)
     mid = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
-    ties = rng.choice(mid, (64, 256)) * rng.choice([-1, 1], (64, 256)) * 2.0 ** rng.integers(-6, 4, (64, 1))
+    ties = (
+        rng.choice(mid, (64, 256))
+        * rng.choice([-1, 1], (64, 256))
+        * 2.0 ** rng.integers(-6, 4, (64, 1))
+    )
     near = (ties * (1 + rng.integers(-2, 3, ties.shape) * 2.0**-8)).astype(np.float32)
     wide = np.exp2(rng.uniform(-30, 8, (64, 256))) * rng.choice([-1, 0, 1], (64, 256))
     sparse = np.where(rng.random((64, 256)) < 0.03, rng.standard_normal((64, 256)), -0.0)
@@ -38,7 +42,10 @@ def encode(x, ts):
     t = amax / (np.float32(6) * ts)
     s = np.clip(np.where(t == 0, np.float32(1), t), np.float32(2**-9), np.float32(448)).astype(f8)
     step = s.astype(np.float32) * ts
-    limits, strict = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32), [1, 0, 1, 0, 1, 0, 1]
+    limits, strict = (
+        np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32),
+        [1, 0, 1, 0, 1, 0, 1],
+    )
 
     def index(a):
         return sum((a > lim) if s else (a >= lim) for lim, s in zip(limits, strict, strict=True))
@@ -51,7 +58,9 @@ def encode(x, ts):
     q = (np.minimum(t, np.float32(448)).astype(f8)).astype(np.float32) * ts
     q = np.where(q >= np.float32(1e-5), q, np.float32(1))
     fake = table[index(np.abs(b) / q)] * q
-    fake = np.where(b >= 0, fake, np.float32(0) - fake)  # ModelOpt's op: a value that rounds to zero gives +0.0
+    fake = np.where(
+        b >= 0, fake, np.float32(0) - fake
+    )  # ModelOpt's op: a value that rounds to zero gives +0.0
     codes = nibble[:, ::2] | nibble[:, 1::2] << 4
     return codes, s.view(np.uint8)[..., 0], value.reshape(x.shape), fake.reshape(x.shape)
 
@@ -66,5 +75,8 @@ def grouped_products(x, weights, chosen, top_k):
 
     x: [tokens, K].  weights: [experts, N, K].  chosen: the expert of each pair; pair p has row p // top_k of x.
     """
-    rows = [oracle.linear(x[p // top_k : p // top_k + 1], weights[e]) for p, e in enumerate(np.ravel(chosen))]
+    rows = [
+        oracle.linear(x[p // top_k : p // top_k + 1], weights[e])
+        for p, e in enumerate(np.ravel(chosen))
+    ]
     return tuple(np.concatenate(part) for part in zip(*rows, strict=True))

@@ -26,7 +26,9 @@ def count_devices() -> int:
 
 
 module = find_module()
-needs_module = pytest.mark.skipif(module is None, reason="annie_quant._gemm is not built here (it needs nvcc)")
+needs_module = pytest.mark.skipif(
+    module is None, reason="annie_quant._gemm is not built here (it needs nvcc)"
+)
 
 # sms, shared memory per block, compute capability, wgmma, native FP4
 DEVICES = {

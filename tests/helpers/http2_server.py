@@ -66,7 +66,11 @@ class Hpack:
         return fields
 
     def _entry(self, index: int) -> tuple[bytes, bytes]:
-        return self.static[index - 1] if index <= len(self.static) else self.table[index - 1 - len(self.static)]
+        return (
+            self.static[index - 1]
+            if index <= len(self.static)
+            else self.table[index - 1 - len(self.static)]
+        )
 
     def _integer(self, bits: int) -> int:
         value, shift = self.block[self.at] & ((1 << bits) - 1), 0
@@ -98,7 +102,9 @@ class Hpack:
 
 
 def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+    )
 
 
 def literal(name: bytes, value: bytes) -> bytes:
@@ -122,7 +128,10 @@ class Http2Server(RawServer):
             streams: dict[int, tuple[list[tuple[bytes, bytes]], bytearray]] = {}
             source.read(24)
             initial = (4).to_bytes(2, "big") + WINDOW.to_bytes(4, "big")
-            secure.sendall(frame(SETTINGS, 0, 0, initial) + frame(WINDOW_UPDATE, 0, 0, WINDOW.to_bytes(4, "big")))
+            secure.sendall(
+                frame(SETTINGS, 0, 0, initial)
+                + frame(WINDOW_UPDATE, 0, 0, WINDOW.to_bytes(4, "big"))
+            )
             while head := source.read(9):
                 payload = source.read(int.from_bytes(head[:3], "big"))
                 kind, flags, number = head[3], head[4], int.from_bytes(head[5:], "big")

@@ -16,7 +16,11 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "web_search",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
         },
     },
 ]

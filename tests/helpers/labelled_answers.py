@@ -12,4 +12,6 @@ import json
 
 from paths import DATA
 
-ANSWERS: dict[str, list[list]] = json.loads((DATA / "labelled_answers.json").read_text(encoding="utf-8"))
+ANSWERS: dict[str, list[list]] = json.loads(
+    (DATA / "labelled_answers.json").read_text(encoding="utf-8")
+)

@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def complete(url: str, prompt: Sequence[int], limit: int, timeout_s: float, **fields: Any) -> dict[str, Any]:
+def complete(
+    url: str, prompt: Sequence[int], limit: int, timeout_s: float, **fields: Any
+) -> dict[str, Any]:
     """Return the server's document for a prompt of token ids. limit: tokens. fields: further ones of the request."""
-    body = {"prompt": list(prompt), "n_predict": limit, "temperature": 0, "return_tokens": True, **fields}
+    body = {
+        "prompt": list(prompt),
+        "n_predict": limit,
+        "temperature": 0,
+        "return_tokens": True,
+        **fields,
+    }
     request = urllib.request.Request(
         url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -25,7 +25,9 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """
     sizes = quantizer.block_sizes
     group = sizes.get(-1) or sizes[inputs.dim() - 1]
-    assert tuple(quantizer.num_bits) == E2M1 and tuple(sizes["scale_bits"]) == E4M3, f"not NVFP4: {quantizer}"
+    assert tuple(quantizer.num_bits) == E2M1 and tuple(sizes["scale_bits"]) == E4M3, (
+        f"not NVFP4: {quantizer}"
+    )
     amax = quantizer._get_amax(inputs).float().max()
     if amax == 0:
         return inputs

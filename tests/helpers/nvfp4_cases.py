@@ -31,11 +31,16 @@ def adversarial(rows: int, columns: int, seed: int) -> Iterator[tuple[str, np.nd
     grid = np.concatenate([MIDPOINTS, VALUES, [-0.0]]).astype(np.float32)
     powers = 2.0 ** rng.integers(-12, 8, (rows, columns // 16, 1))
     ties = (
-        rng.choice(grid, (rows, columns // 16, 16)) * rng.choice([-1, 1], (rows, columns // 16, 16)) * powers
+        rng.choice(grid, (rows, columns // 16, 16))
+        * rng.choice([-1, 1], (rows, columns // 16, 16))
+        * powers
     ).astype(np.float32)
     ties = ties.reshape(shape)
     yield "ties", ties
-    yield "near ties", np.nextafter(ties, rng.choice(np.array([-np.inf, np.inf], np.float32), shape))
+    yield (
+        "near ties",
+        np.nextafter(ties, rng.choice(np.array([-np.inf, np.inf], np.float32), shape)),
+    )
     wide = np.exp(rng.uniform(-60, 20, shape)) * rng.choice([-1, 0, 1], shape)
     yield "wide", wide.astype(np.float32)
     yield "sparse", gauss * (rng.random(shape) < 0.05)

@@ -16,7 +16,9 @@ def write_model(folder: Path) -> None:
     """Write a checkpoint that the package has not seen: tiny-annie with another chat template."""
     shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("These functions can be called:", "You can call:"))
+    template.write_text(
+        template.read_text().replace("These functions can be called:", "You can call:")
+    )
 
 
 def write_logs(folder: Path) -> None:

@@ -115,7 +115,12 @@ NVIDIA_MIXED = {ATTENTION: "fp8", rf"lm_head|{MLP}|mlp\.(experts|shared_expert)\
 RELEASES = {
     "Qwen/Qwen3-8B": Release(
         PLAIN
-        | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+        }
         | {"num_key_value_heads": 8, "max_window_layers": 36},
         multimodal=False,
     ),
@@ -135,7 +140,9 @@ RELEASES = {
         hybrid_mixture(2048, 512, 40, 16, 32), formats=NVIDIA_MIXED, dialect="modelopt"
     ),
     "nvidia/Qwen3.5-122B-A10B-NVFP4": Release(
-        hybrid_mixture(3072, 1024, 48, 32, 64), formats={r"mlp\.experts\..*": "nvfp4"}, dialect="modelopt"
+        hybrid_mixture(3072, 1024, 48, 32, 64),
+        formats={r"mlp\.experts\..*": "nvfp4"},
+        dialect="modelopt",
     ),
     "nvidia/Qwen3-235B-A22B-NVFP4": Release(
         plain_mixture(4096, 12288, 1536, 94, 64),
@@ -159,7 +166,13 @@ SMALL = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
-SMALL_VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_position_embeddings": 16}
+SMALL_VISION = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "num_position_embeddings": 16,
+}
 
 
 def text_settings(release: Release, small: bool = False) -> dict[str, Any]:
@@ -178,13 +191,25 @@ def config(name: str, small: bool = False) -> dict[str, Any]:
     release = RELEASES[name]
     text, quantization = text_settings(release, small), settings(name, small)
     if not release.hybrid:
-        kind, cls = ("qwen3_moe", "Qwen3MoeForCausalLM") if release.experts else ("qwen3", "Qwen3ForCausalLM")
+        kind, cls = (
+            ("qwen3_moe", "Qwen3MoeForCausalLM")
+            if release.experts
+            else ("qwen3", "Qwen3ForCausalLM")
+        )
         return {"architectures": [cls], "model_type": kind, **text} | quantization
     kind = "qwen3_5_moe" if release.experts else "qwen3_5"
     cls = "Qwen3_5Moe" if release.experts else "Qwen3_5"
-    vision = VISION | (SMALL_VISION if small else {}) | {"model_type": kind, "out_hidden_size": text["hidden_size"]}
+    vision = (
+        VISION
+        | (SMALL_VISION if small else {})
+        | {"model_type": kind, "out_hidden_size": text["hidden_size"]}
+    )
     if not release.multimodal:
-        return {"architectures": [f"{cls}ForCausalLM"], "model_type": f"{kind}_text", **text} | quantization
+        return {
+            "architectures": [f"{cls}ForCausalLM"],
+            "model_type": f"{kind}_text",
+            **text,
+        } | quantization
     return {
         "architectures": [f"{cls}ForConditionalGeneration"],
         "model_type": kind,
@@ -205,7 +230,9 @@ def settings(name: str, small: bool = False) -> dict[str, Any]:
     if release.dialect == "compressed-tensors":
         return {"quantization_config": compressed_tensors_settings(release, small)}
     return {
-        "quantization_config": modelopt_settings(release, dict(formats(name, small)), text_settings(release, small))
+        "quantization_config": modelopt_settings(
+            release, dict(formats(name, small)), text_settings(release, small)
+        )
     }
 
 
@@ -245,21 +272,36 @@ def compressed_tensors_settings(release: Release, small: bool) -> dict[str, Any]
     }  # fmt: skip
 
 
-def modelopt_settings(release: Release, linears: dict[str, str], text: dict[str, Any]) -> dict[str, Any]:
+def modelopt_settings(
+    release: Release, linears: dict[str, str], text: dict[str, Any]
+) -> dict[str, Any]:
     """linears: module → format. text: the text model's settings."""
     base = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.45.0"}}
     if len(set(linears.values())) > 1:  # experts of a layer have one entry
-        algorithms = {"w4a16": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "fp8": {"quant_algo": "FP8"}}
-        layers = {re.sub(r"(experts)\.\d+\..*", r"\1", m): algorithms[f] for m, f in linears.items()}
+        algorithms = {
+            "w4a16": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+            "fp8": {"quant_algo": "FP8"},
+        }
+        layers = {
+            re.sub(r"(experts)\.\d+\..*", r"\1", m): algorithms[f] for m, f in linears.items()
+        }
         return base | {
             "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["mtp*", "mtp.layers.0*"],
         }  # fmt: skip
     ignore = ["lm_head"]
     for i, kind in enumerate(text.get("layer_types", [])):
         p = f"model.language_model.layers.{i}."
-        ignore += [p + "linear_attn*" if kind[0] == "l" else p + "self_attn*", p + "mlp.shared_expert*"]
+        ignore += [
+            p + "linear_attn*" if kind[0] == "l" else p + "self_attn*",
+            p + "mlp.shared_expert*",
+        ]
     if release.hybrid:
-        ignore += ["model.language_model.layers.*.mlp.gate", "model.visual*", "mtp.layers.0*", "mtp*"]
+        ignore += [
+            "model.language_model.layers.*.mlp.gate",
+            "model.visual*",
+            "mtp.layers.0*",
+            "mtp*",
+        ]
     else:
         ignore += [f"model.layers.{i}.mlp.gate" for i in range(text["num_hidden_layers"])]
     return base | {
@@ -284,7 +326,11 @@ def formats(name: str, small: bool = False) -> tuple[tuple[str, str], ...]:
     @functools.cache
     def kind_of(module: str) -> str | None:
         if module.startswith("mtp."):
-            return release.mtp if release.mtp and any(re.search(rf"\b({p})$", module) for p in patterns) else None
+            return (
+                release.mtp
+                if release.mtp and any(re.search(rf"\b({p})$", module) for p in patterns)
+                else None
+            )
         return next((f for p, f in patterns.items() if re.search(rf"(^|\.)({p})$", module)), None)
 
     out = []
@@ -309,12 +355,16 @@ def table(name: str, small: bool = False) -> Table:
         out |= stored(tensor, shape, kind, release.dialect)
     if release.multimodal:
         vision = VISION | (SMALL_VISION if small else {})
-        out |= {f"model.visual.{n}": ("BF16", s) for n, s in tower(vision, text["hidden_size"]).items()}
+        out |= {
+            f"model.visual.{n}": ("BF16", s) for n, s in tower(vision, text["hidden_size"]).items()
+        }
     for i in range(text["num_hidden_layers"]):
         if text.get("layer_types", ["full_attention"] * (i + 1))[i] == "full_attention":
             for scale in release.kv:
                 packed = release.dialect == "compressed-tensors"
-                out[f"{prefix(release)}layers.{i}.{scale}"] = ("BF16", (1,)) if packed else ("F32", ())
+                out[f"{prefix(release)}layers.{i}.{scale}"] = (
+                    ("BF16", (1,)) if packed else ("F32", ())
+                )
     return out
 
 
@@ -329,7 +379,12 @@ def stored(tensor: str, shape: tuple[int, ...], kind: str | None, dialect: str) 
             ends = {"weight_packed": codes, "weight_scale": scales}
             ends |= {"weight_global_scale": ("F32", (1,)), "input_global_scale": ("F32", (1,))}
         else:
-            ends = {"weight": codes, "weight_scale": scales, "weight_scale_2": ("F32", ()), "input_scale": ("F32", ())}
+            ends = {
+                "weight": codes,
+                "weight_scale": scales,
+                "weight_scale_2": ("F32", ()),
+                "input_scale": ("F32", ()),
+            }
         return {f"{base}.{end}": info for end, info in ends.items()}
     out: Table = {tensor: ("F8_E4M3", shape)}
     if kind == "fp8_block":
@@ -353,9 +408,13 @@ def shapes(release: Release, c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         out |= layer(release, c, f"{p}layers.{i}.", kind, release.merged)
     if release.hybrid:
         # NVIDIA's MTP head keeps merged experts; Qwen's FP8 release has single ones
-        out |= layer(release, c, "mtp.layers.0.", "full_attention", merged=release.mtp != "fp8_block")
+        out |= layer(
+            release, c, "mtp.layers.0.", "full_attention", merged=release.mtp != "fp8_block"
+        )
         out |= {"mtp.fc.weight": (h, 2 * h)}
-        out |= {f"mtp.{n}.weight": (h,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        out |= {
+            f"mtp.{n}.weight": (h,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        }
     return out
 
 
@@ -364,7 +423,11 @@ def layer(release: Release, c: dict, p: str, kind: str, merged: bool) -> dict[st
     d, gated = c["head_dim"], 2 if release.hybrid else 1
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
     if release.hybrid and kind == "linear_attention":
-        out = {n: s for n, s in zoo.layer(c | {"intermediate_size": 1}, p, kind).items() if ".mlp." not in n}
+        out = {
+            n: s
+            for n, s in zoo.layer(c | {"intermediate_size": 1}, p, kind).items()
+            if ".mlp." not in n
+        }
     else:
         a = f"{p}self_attn."
         out = {f"{p}{n}_layernorm.weight": (h,) for n in ("input", "post_attention")} | {
@@ -379,14 +442,20 @@ def layer(release: Release, c: dict, p: str, kind: str, merged: bool) -> dict[st
         out |= mlp_shapes(f"{mlp}shared_expert.", c["shared_expert_intermediate_size"], h)
         out[f"{mlp}shared_expert_gate.weight"] = (1, h)
     if merged:
-        return out | {f"{mlp}experts.gate_up_proj": (count, 2 * width, h), f"{mlp}experts.down_proj": (count, h, width)}
+        return out | {
+            f"{mlp}experts.gate_up_proj": (count, 2 * width, h),
+            f"{mlp}experts.down_proj": (count, h, width),
+        }
     for e in range(count):
         out |= mlp_shapes(f"{mlp}experts.{e}.", width, h)
     return out
 
 
 def mlp_shapes(base: str, width: int, h: int) -> dict[str, tuple[int, ...]]:
-    return {f"{base}{k}_proj.weight": (h, width) if k == "down" else (width, h) for k in ("gate", "up", "down")}
+    return {
+        f"{base}{k}_proj.weight": (h, width) if k == "down" else (width, h)
+        for k in ("gate", "up", "down")
+    }
 
 
 def tower(v: dict[str, Any], out_hidden: int) -> dict[str, tuple[int, ...]]:
@@ -403,7 +472,10 @@ def tower(v: dict[str, Any], out_hidden: int) -> dict[str, tuple[int, ...]]:
     for i in range(v["depth"]):
         b = f"blocks.{i}."
         linears = {"attn.qkv": (3 * d, d), "attn.proj": (d, d)}
-        linears |= {"mlp.linear_fc1": (v["intermediate_size"], d), "mlp.linear_fc2": (d, v["intermediate_size"])}
+        linears |= {
+            "mlp.linear_fc1": (v["intermediate_size"], d),
+            "mlp.linear_fc2": (d, v["intermediate_size"]),
+        }
         for n, s in linears.items():
             out |= {f"{b}{n}.weight": s, f"{b}{n}.bias": s[:1]}
         out |= {f"{b}norm{k}.{e}": (d,) for k in (1, 2) for e in ("weight", "bias")}
@@ -446,11 +518,15 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
             json.dumps({"producer": quantization["producer"], "quantization": values})
         )
     if release.multimodal:
-        (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
+        (folder / "preprocessor_config.json").write_text(
+            '{"image_processor_type": "Qwen2VLImageProcessorFast"}'
+        )
     return folder
 
 
-def random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...], adds_one: bool) -> np.ndarray:
+def random_weight(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], adds_one: bool
+) -> np.ndarray:
     if name.endswith("A_log"):
         value = np.log(rng.uniform(1, 16, shape))
     elif len(shape) == 1:
@@ -461,7 +537,11 @@ def random_weight(rng: np.random.Generator, name: str, shape: tuple[int, ...], a
     return value.astype(zoo.BF16)
 
 
-GROUPS = (r"self_attn\.[qkv]_proj$", r"mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up)_proj$", r"in_proj_(qkv|z)$")
+GROUPS = (
+    r"self_attn\.[qkv]_proj$",
+    r"mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up)_proj$",
+    r"in_proj_(qkv|z)$",
+)
 
 
 def share_scales(amax: dict[str, float]) -> None:
@@ -475,7 +555,9 @@ def share_scales(amax: dict[str, float]) -> None:
         amax |= dict.fromkeys(members, max(amax[m] for m in members))
 
 
-def packed(tensor: str, value: np.ndarray, kind: str | None, dialect: str, amax: float) -> dict[str, np.ndarray]:
+def packed(
+    tensor: str, value: np.ndarray, kind: str | None, dialect: str, amax: float
+) -> dict[str, np.ndarray]:
     if kind is None:
         return {tensor: value}
     from annie_quant import nvfp4
@@ -483,7 +565,11 @@ def packed(tensor: str, value: np.ndarray, kind: str | None, dialect: str, amax:
     base, w = tensor.removesuffix(".weight"), value.astype(np.float32)
     if kind in ("nvfp4", "w4a16"):
         t = nvfp4.pack(w, tensor_scale=np.float32(amax) / np.float32(2688))
-        codes, scale, one = np.asarray(t.codes), np.asarray(t.block_scale), np.float32(t.tensor_scale)
+        codes, scale, one = (
+            np.asarray(t.codes),
+            np.asarray(t.block_scale),
+            np.float32(t.tensor_scale),
+        )
         if dialect == "compressed-tensors":
             ends = {"weight_packed": codes, "weight_scale": scale}
             ends |= {"weight_global_scale": np.array([1 / one], np.float32)}
@@ -507,7 +593,11 @@ def packed(tensor: str, value: np.ndarray, kind: str | None, dialect: str, amax:
         return {tensor: codes.astype(ml_dtypes.float8_e4m3fn), f"{base}.weight_scale_inv": scale}
     scale = np.float32(amax / 448)
     codes = (w / scale).astype(ml_dtypes.float8_e4m3fn)
-    return {tensor: codes, f"{base}.weight_scale": np.array(scale), f"{base}.input_scale": np.array(0.01, np.float32)}
+    return {
+        tensor: codes,
+        f"{base}.weight_scale": np.array(scale),
+        f"{base}.input_scale": np.array(0.01, np.float32),
+    }
 
 
 def text_only(source: Path, folder: Path) -> Path:
@@ -516,6 +606,10 @@ def text_only(source: Path, folder: Path) -> Path:
     text = settings["text_config"]
     form = settings["architectures"][0].replace("ForConditionalGeneration", "ForCausalLM")
     shutil.copytree(source, folder)
-    values = {n.replace("model.language_model.", "model."): t for n, t in tensors.items() if "visual" not in n}
+    values = {
+        n.replace("model.language_model.", "model."): t
+        for n, t in tensors.items()
+        if "visual" not in n
+    }
     (folder / "preprocessor_config.json").unlink()
     return zoo.save(folder, values, {"architectures": [form], **text})

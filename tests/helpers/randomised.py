@@ -12,7 +12,9 @@ def examples(count):
     return count * 20 if THOROUGH else -(-count // 2)
 
 
-settings.register_profile("repeatable", derandomize=True, max_examples=examples(100), database=None, deadline=None)
+settings.register_profile(
+    "repeatable", derandomize=True, max_examples=examples(100), database=None, deadline=None
+)
 settings.register_profile("thorough", max_examples=examples(100), database=None, deadline=None)
 
 

@@ -123,10 +123,14 @@ def chat(url, body, headers="", path="/v1/chat/completions"):
 
 
 def response(body, kind="application/json", extra="", status="200 OK"):
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    )
     return head.encode() + body
 
 
 def completion(text="Hello there.", **more):
     message = {"role": "assistant", "content": text, **more}
-    return json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    return json.dumps(
+        {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    ).encode()

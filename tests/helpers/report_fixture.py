@@ -24,8 +24,16 @@ MODELS = [  # name, label, format, size, bits, gguf, TTFT ms, TPOT ms, share of 
     ("q4_k_m", "Q4_K_M", "Q4_K_M", 5_402_112, 5.75, 19.5, 1.0, 0.01),
 ]
 WORKLOADS = {  # name → gates, tokens of an answer, question
-    "greeting": (["non_empty", "no_markdown", "thinking_leak", "stop"], 14, "Good morning! Number {i}."),
-    "factual": (["non_empty", "factual", "no_markdown", "thinking_leak"], 12, "What is the capital of country {i}?"),
+    "greeting": (
+        ["non_empty", "no_markdown", "thinking_leak", "stop"],
+        14,
+        "Good morning! Number {i}.",
+    ),
+    "factual": (
+        ["non_empty", "factual", "no_markdown", "thinking_leak"],
+        12,
+        "What is the capital of country {i}?",
+    ),
     "reasoning": (
         ["non_empty", "reasoning", "thinking_leak"],
         22,
@@ -41,7 +49,11 @@ WORKLOADS = {  # name → gates, tokens of an answer, question
         18,
         "What do you remember about my cat number {i}?",
     ),
-    "tool_web": (["tool_call", "tool_arguments", "thinking_leak"], 18, "What is in the news today, item {i}?"),
+    "tool_web": (
+        ["tool_call", "tool_arguments", "thinking_leak"],
+        18,
+        "What is in the news today, item {i}?",
+    ),
     "multi_turn": (["non_empty", "no_markdown", "thinking_leak"], 16, "And on day {i}?"),
     "abstention": (["abstention", "non_empty"], 15, "Please paint wall {i}."),
 }
@@ -75,9 +87,13 @@ def stats_of(values: tuple[float, ...], seed: int) -> dict:
     def at(q: float) -> float:
         place = q * (len(ordered) - 1)
         low = math.floor(place)
-        return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+        return ordered[low] + (place - low) * (
+            ordered[min(low + 1, len(ordered) - 1)] - ordered[low]
+        )
 
-    medians = sorted(statistics.median(rng.choices(ordered, k=min(len(ordered), 200))) for _ in range(99))
+    medians = sorted(
+        statistics.median(rng.choices(ordered, k=min(len(ordered), 200))) for _ in range(99)
+    )
     return {
         "p50": at(0.5),
         "p90": at(0.9),
@@ -93,7 +109,11 @@ def stats_of(values: tuple[float, ...], seed: int) -> dict:
 def answer(rng: random.Random, workload: str, i: int, faults: float) -> dict:
     """Text, tool calls, checks and faults of one answer."""
     gates = WORKLOADS[workload][0]
-    failed = [g for g in gates if g in ("no_markdown", "tool_call", "tool_arguments") and rng.random() < faults]
+    failed = [
+        g
+        for g in gates
+        if g in ("no_markdown", "tool_call", "tool_arguments") and rng.random() < faults
+    ]
     text = {
         "factual": f"It is Tokyo, as far as I know, for country {i}.",
         "reasoning": f"That makes {5 * i} balls in all.",
@@ -111,7 +131,11 @@ def answer(rng: random.Random, workload: str, i: int, faults: float) -> dict:
         text = " ".join(f"Sentence {k} of the story goes on and on." for k in range(12))
     if "no_markdown" in failed:
         text = f"**Sure**, here is a list:\n- one\n- two and `code` for {i}"
-    why = {"no_markdown": "bold", "tool_call": "no tool was called", "tool_arguments": "no tool was called"}
+    why = {
+        "no_markdown": "bold",
+        "tool_call": "no tool was called",
+        "tool_arguments": "no tool was called",
+    }
     return {
         "text": text,
         "tool_calls": calls,
@@ -120,12 +144,15 @@ def answer(rng: random.Random, workload: str, i: int, faults: float) -> dict:
     }
 
 
-def record(rng: random.Random, model: tuple, workload: str, i: int, turn: int, n_tokens: int) -> dict:
+def record(
+    rng: random.Random, model: tuple, workload: str, i: int, turn: int, n_tokens: int
+) -> dict:
     name, _, _, _, _, ttft, tpot, faults = model
     growth = 1.0 + turn * (0.08 if name != "q4_k_m" else 0.35)
     first = ttft * growth * rng.lognormvariate(0, 0.12)
     gaps = [
-        round(tpot * rng.lognormvariate(0, 0.15), 3) for _ in range(max(1, int(n_tokens * rng.uniform(0.7, 1.3)) - 1))
+        round(tpot * rng.lognormvariate(0, 0.15), 3)
+        for _ in range(max(1, int(n_tokens * rng.uniform(0.7, 1.3)) - 1))
     ]
     content = answer(rng, workload, i, faults)
     tool = bool(content["tool_calls"])
@@ -175,7 +202,11 @@ def make_records(n: int, seed: int = 0, hostile: bool = True) -> list[dict]:
                 rng = random.Random(f"{seed}/{workload}/{i}/{model[0]}")
                 turns = range(5) if workload == "multi_turn" else range(1)
                 rows += [record(rng, model, workload, i, turn, tokens) for turn in turns]
-    rows[3]["error"], rows[3]["status"], rows[3]["first_content_ms"] = "connection reset by <b>peer</b>", 0, None
+    rows[3]["error"], rows[3]["status"], rows[3]["first_content_ms"] = (
+        "connection reset by <b>peer</b>",
+        0,
+        None,
+    )
     rows[3]["checks"] = dict.fromkeys(rows[3]["checks"], False)
     if hostile:
         for k, text in enumerate(HOSTILE):
@@ -187,7 +218,14 @@ def make_records(n: int, seed: int = 0, hostile: bool = True) -> list[dict]:
     for model in MODELS:
         warm = record(random.Random(1), model, "greeting", 0, 0, 14)
         rows.append(
-            warm | {"id": warm["id"] + "#warm1", "warmup": True, "cold": True, "first_content_ms": 900.0, "block": -1}
+            warm
+            | {
+                "id": warm["id"] + "#warm1",
+                "warmup": True,
+                "cold": True,
+                "first_content_ms": 900.0,
+                "block": -1,
+            }
         )
     return rows
 
@@ -229,7 +267,10 @@ def served_part(rows: list[dict], model: tuple) -> dict:
             "limit": limit,
             "verdict": "pass",
         }
-        for gate, metric, limit in (("ttft", "ttft_content_ms", 120.0), ("decode", "decode_tok_s", 25.0))
+        for gate, metric, limit in (
+            ("ttft", "ttft_content_ms", 120.0),
+            ("decode", "decode_tok_s", 25.0),
+        )
         for s in [stats(pooled(rows, metric), 2)]
     }
     size = model[3]
@@ -284,7 +325,12 @@ def offline_part(n: int = 120) -> dict:
         }
 
     def kl(scale: float) -> dict:
-        classes = {"tool_call": (0.05, 900), "first_token": (0.03, 400), "prose": (0.008, 5600), "end": (0.002, 512)}
+        classes = {
+            "tool_call": (0.05, 900),
+            "first_token": (0.03, 400),
+            "prose": (0.008, 5600),
+            "end": (0.002, 512),
+        }
         categories = {"greeting": (0.01, 2000), "tools": (0.04, 2000)}
         return figures(0.02 * scale, 7412) | {
             "by_class": {k: figures(mean * scale, n) for k, (mean, n) in classes.items()},
@@ -306,13 +352,22 @@ def offline_part(n: int = 120) -> dict:
 
 def comparisons(rows: list[dict]) -> list[dict]:
     gate_table = []
-    pairs_of_sides = [("bf16", "naive"), ("bf16", "mlp_only"), ("bf16", "q4_k_m"), ("naive", "q4_k_m")]
+    pairs_of_sides = [
+        ("bf16", "naive"),
+        ("bf16", "mlp_only"),
+        ("bf16", "q4_k_m"),
+        ("naive", "q4_k_m"),
+    ]
     for first, other in pairs_of_sides:
         for w in ("greeting", "factual", "long_response", "all"):
             for metric in ("ttft_content_ms", "decode_tok_s"):
                 sides = []
                 for name in (first, other):
-                    own = [r for r in rows if r["backend"] == name and w in (r["workload"], "all") and not r["error"]]
+                    own = [
+                        r
+                        for r in rows
+                        if r["backend"] == name and w in (r["workload"], "all") and not r["error"]
+                    ]
                     values = {(r["case"], r["turn"]): r[METRICS[metric]] for r in own}
                     sides.append({k: v for k, v in values.items() if v is not None})
                 pairs = [(sides[0][c], sides[1][c]) for c in sides[0] if c in sides[1]]
@@ -351,10 +406,20 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
         turns[name] = []
         for turn in range(5):
             s = stats(
-                pooled([r for r in own if r["workload"] == "multi_turn" and r["turn"] == turn], "ttft_content_ms"), 3
+                pooled(
+                    [r for r in own if r["workload"] == "multi_turn" and r["turn"] == turn],
+                    "ttft_content_ms",
+                ),
+                3,
             )
             turns[name].append(
-                {"turn": turn + 1, "n": s["n"], "ttft_content_ms": s["p50"], "low": s["low"], "high": s["high"]}
+                {
+                    "turn": turn + 1,
+                    "n": s["n"],
+                    "ttft_content_ms": s["p50"],
+                    "low": s["low"],
+                    "high": s["high"],
+                }
             )
     aggregates = {
         "models": [
@@ -379,7 +444,14 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
                     "axis": "tools",
                     "repeats": 1,
                     "points": [
-                        {"level": n, "passes": 15 - lost, "n": 15, "low": 0.1, "high": 1.0, "rate": 1 - lost / 15}
+                        {
+                            "level": n,
+                            "passes": 15 - lost,
+                            "n": 15,
+                            "low": 0.1,
+                            "high": 1.0,
+                            "rate": 1 - lost / 15,
+                        }
                         for n, lost in ((1, 0), (8, 1), (64, 12))
                     ],
                     "cliff": {"holds": 8, "breaks": 64, "earliest": 64, "latest": 64, "p": 0.001},
@@ -388,7 +460,13 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
             for m in MODELS[:2]
         },
         "crossover": [
-            {"a": "bf16", "b": "q4_k_m", "tokens": None, "faster_when_short": "q4_k_m", "faster_when_long": "q4_k_m"}
+            {
+                "a": "bf16",
+                "b": "q4_k_m",
+                "tokens": None,
+                "faster_when_short": "q4_k_m",
+                "faster_when_long": "q4_k_m",
+            }
         ],
     }
     document = {
@@ -429,8 +507,12 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
         w: [
             {
                 "id": f"{w}-{i}",
-                "messages": [] if w == "multi_turn" else [{"role": "user", "content": q.format(i=i)}],
-                "turns": [f"Turn {t}: " + q.format(i=i) for t in range(5)] if w == "multi_turn" else [],
+                "messages": []
+                if w == "multi_turn"
+                else [{"role": "user", "content": q.format(i=i)}],
+                "turns": [f"Turn {t}: " + q.format(i=i) for t in range(5)]
+                if w == "multi_turn"
+                else [],
                 "expect": {},
                 "tools": None,
             }
@@ -456,12 +538,16 @@ def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None, 
     from annie_quant.documents import ModelFiles
 
     sides = {
-        numerics: {g: "1" * r["passes"] + "0" * (r["n"] - r["passes"]) for g, r in side["gates"].items()}
+        numerics: {
+            g: "1" * r["passes"] + "0" * (r["n"] - r["passes"]) for g, r in side["gates"].items()
+        }
         for numerics, side in offline.items()
     }
     reference = {gate: "-" * len(text) for side in sides.values() for gate, text in side.items()}
     files = None if checkpoint is None else ModelFiles(model_sha256(checkpoint))
-    document = evaluations.from_outcomes(sides, reference, checkpoint_files=files, **fields).to_dict()
+    document = evaluations.from_outcomes(
+        sides, reference, checkpoint_files=files, **fields
+    ).to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document), encoding="utf-8")
 

@@ -42,7 +42,11 @@ def has_gpu() -> bool:
 
 def listed_files(listing: Path = QUICK_FILES) -> dict[str, float]:
     """Return the listed files, relative to the repository, with the seconds that each was measured to take."""
-    rows = (line.split() for line in listing.read_text().splitlines() if line and not line.startswith("#"))
+    rows = (
+        line.split()
+        for line in listing.read_text().splitlines()
+        if line and not line.startswith("#")
+    )
     return {path: float(seconds) for seconds, path in rows}
 
 
@@ -52,7 +56,9 @@ class GpuGroup:
     def __init__(self) -> None:
         self.left_out = 0
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         group = [item for item in items if item.get_closest_marker("gpu")]
         named = re.search(r"\bgpu\b", str(config.option.markexpr))
         if not group or len(group) == len(items) or named or has_gpu():
@@ -72,7 +78,9 @@ class GpuGroup:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.left_out:
-            terminalreporter.write_line(f"{self.left_out} GPU tests not run: no CUDA device here; where one is: {HOW}")
+            terminalreporter.write_line(
+                f"{self.left_out} GPU tests not run: no CUDA device here; where one is: {HOW}"
+            )
 
 
 class QuickGroup:
@@ -89,7 +97,9 @@ class QuickGroup:
         return None
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        terminalreporter.write_line(f"quick: {len(self.files)} files (tests/quick.txt); all tests: make test")
+        terminalreporter.write_line(
+            f"quick: {len(self.files)} files (tests/quick.txt); all tests: make test"
+        )
 
 
 class LongestFirst:
@@ -143,8 +153,12 @@ class CpuTimes:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="Only the files of tests/quick.txt (make test-quick).")
-    parser.addoption("--cpu-times", metavar="FILE", help="Write the processor seconds of each test file.")
+    parser.addoption(
+        "--quick", action="store_true", help="Only the files of tests/quick.txt (make test-quick)."
+    )
+    parser.addoption(
+        "--cpu-times", metavar="FILE", help="Write the processor seconds of each test file."
+    )
 
 
 def register(config: pytest.Config) -> None:
@@ -153,6 +167,8 @@ def register(config: pytest.Config) -> None:
         config.pluginmanager.register(QuickGroup(listed_files()), "quick_group")
     config.pluginmanager.register(ModelOptTogether(), "modelopt_together")
     if hasattr(config, "workerinput"):
-        config.pluginmanager.register(LongestFirst(listed_files() | listed_files(SLOW_FILES)), "longest_first")
+        config.pluginmanager.register(
+            LongestFirst(listed_files() | listed_files(SLOW_FILES)), "longest_first"
+        )
     if output := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(Path(output)), "cpu_times")

@@ -54,7 +54,9 @@ def save_with_conversations(home: Path) -> Path:
     return home
 
 
-def save_mixture(folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 8, unused: int | None = None) -> Path:
+def save_mixture(
+    folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 8, unused: int | None = None
+) -> Path:
     """Save a bf16 Qwen3.5 MoE of four layers with merged experts, top 2, a shared expert, and tiny-annie's tokenizer.
 
     gain: as for save_reference.  unused: an expert that no layer's router ever chooses.
@@ -89,7 +91,11 @@ def save_mixture(folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 
                 rows[others[1]], rows[others[3]] = -rows[others[0]], -rows[others[2]]
     model.to(torch.bfloat16).save_pretrained(folder)
     # save_pretrained stores a name per expert; published checkpoints have the modules' own, merged names.
-    save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.clone() for n, t in model.state_dict().items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     for name in TOKENIZER_FILES:
         shutil.copyfile(TINY_ANNIE / name, folder / name)
     return folder
@@ -108,13 +114,19 @@ def single_names(source: Path, folder: Path) -> Path:
             tensors[name] = tensor
             continue
         for i, matrix in enumerate(tensor):
-            halves = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if "gate" in kind else [(kind, matrix)]
+            halves = (
+                zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+                if "gate" in kind
+                else [(kind, matrix)]
+            )
             tensors |= {f"{base}.{i}.{k}.weight": m.clone() for k, m in halves}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
+def export_nvfp4(
+    source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64
+) -> Path:
     """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU.
 
     An export of the same files by the same program is copied, also from an earlier run: ModelOpt's import alone takes four
@@ -135,14 +147,20 @@ def export_anew(source: Path, folder: Path, config: str, tokens: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        ids = torch.randint(0, model.config.vocab_size, (4, tokens), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(
+            0, model.config.vocab_size, (4, tokens), generator=torch.Generator().manual_seed(1)
+        )
         mtq.quantize(model, copy.deepcopy(getattr(mtq, config)), lambda m: m(ids))
         export_hf_checkpoint(model, export_dir=folder)
     for name in TOKENIZER_FILES:
         shutil.copyfile(source / name, folder / name)
 
 
-SERVED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+SERVED_AS_ONE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 
 
 def simulated(source: Path, ids, config: dict | None = None):
@@ -157,7 +175,9 @@ def simulated(source: Path, ids, config: dict | None = None):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, device_map=str(ids.device)).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, device_map=str(ids.device)
+        ).eval()
         mtq.quantize(model, copy.deepcopy(config or mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
     for module in model.modules():
         for names in SERVED_AS_ONE:
@@ -167,7 +187,9 @@ def simulated(source: Path, ids, config: dict | None = None):
                 for value in amax:
                     value.copy_(torch.stack(amax).max(0).values)
     linears = {
-        n: m for n, m in model.named_modules() if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled
+        n: m
+        for n, m in model.named_modules()
+        if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled
     }
     return model, linears
 
@@ -219,10 +241,14 @@ def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | N
     def step_by_step() -> None:
         cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
         for token in history:
-            cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
+            cache = model(
+                torch.tensor([[token]]), past_key_values=cache, use_cache=True
+            ).past_key_values
 
     steps = inputs_of_linears(model, step_by_step)
-    batch = inputs_of_linears(model, lambda: list(Engine(model, rows=5).scores([Row(prompt, [*history, 0])])))
+    batch = inputs_of_linears(
+        model, lambda: list(Engine(model, rows=5).scores([Row(prompt, [*history, 0])]))
+    )
     e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     for name, a in steps.items():
         b, scale = batch[name], model.get_submodule(name).scalars().input_scale

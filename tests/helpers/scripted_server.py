@@ -20,15 +20,26 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-PORT, RULES, COUNT = int(sys.argv[1]), [rule for rule in sys.argv[2].split(",") if rule], Path(sys.argv[3])
+PORT, RULES, COUNT = (
+    int(sys.argv[1]),
+    [rule for rule in sys.argv[2].split(",") if rule],
+    Path(sys.argv[3]),
+)
 SETTINGS = dict(word.split("=", 1) for word in sys.argv[4:])
-PAGES = {"/health": {}, "/v1/models": {"data": [{"id": "scripted"}]}, "/props": {"build_info": "b1"}}
+PAGES = {
+    "/health": {},
+    "/v1/models": {"data": [{"id": "scripted"}]},
+    "/props": {"build_info": "b1"},
+}
 lock = threading.Lock()
 in_flight = prompts = 0
 
 
 def matches(action: str, on: set[str]) -> bool:
-    return any(rule.startswith(f"{action}:") and {*rule.partition(":")[2].split("+")} <= on for rule in RULES)
+    return any(
+        rule.startswith(f"{action}:") and {*rule.partition(":")[2].split("+")} <= on
+        for rule in RULES
+    )
 
 
 def answer(body: dict) -> tuple[int, str, str]:
@@ -44,9 +55,17 @@ def answer(body: dict) -> tuple[int, str, str]:
         time.sleep(60)
     for action, status in (("fail", 500), ("reject", 400)):
         if matches(action, on):
-            return status, "application/json", json.dumps({"error": {"message": f"the server {action}s this"}})
+            return (
+                status,
+                "application/json",
+                json.dumps({"error": {"message": f"the server {action}s this"}}),
+            )
     cached = 7 if "prefix" in on and "cold" not in RULES and prompts > 1 else 0
-    usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
     drafted = {"draft_n": 4, "draft_n_accepted": 2} if "mtp" in on else {}
     delta = {"content": "no" if matches("break", on) else "yes"}
     chunks = [
@@ -81,7 +100,11 @@ class Handler(BaseHTTPRequestHandler):
                 in_flight -= 1
 
     def do_GET(self) -> None:
-        self.reply(200 if self.path in PAGES else 404, "application/json", json.dumps(PAGES.get(self.path, {})))
+        self.reply(
+            200 if self.path in PAGES else 404,
+            "application/json",
+            json.dumps(PAGES.get(self.path, {})),
+        )
 
     def log_message(self, *_: object) -> None: ...
 

@@ -42,7 +42,10 @@ class Prompts:
 
     def judged(self, completions: Sequence[Completion]) -> list[Judged]:
         rows = zip(judged(self.template, self.answered(completions)), self.before, strict=True)
-        return [(w, replace(case, reference=reference), answer) for (w, case, answer), (_, _, reference) in rows]
+        return [
+            (w, replace(case, reference=reference), answer)
+            for (w, case, answer), (_, _, reference) in rows
+        ]
 
     def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
         table = judge.gate_table(self.judged(completions))
@@ -58,17 +61,22 @@ class Prompts:
         paired: dict[str, Any] = {}
         pooled: dict[str, Any] = {}
         for name, completions in members.items():
-            paired[name], pooled[name] = pair_answers(self.before, self.judged(completions), self.floor)
+            paired[name], pooled[name] = pair_answers(
+                self.before, self.judged(completions), self.floor
+            )
         return judge_members(paired, pooled).verdict
 
 
-def pair_answers(before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged] | None) -> tuple[dict, Any]:
+def pair_answers(
+    before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged] | None
+) -> tuple[dict, Any]:
     """Pair two models' answers to the same prompts, in the same order.
 
     before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic.
     """
     rows, noisy, others = (
-        [deciding(checks(a, c, w), a, w) for w, c, a in side or ()] for side in (before, floor, after)
+        [deciding(checks(a, c, w), a, w) for w, c, a in side or ()]
+        for side in (before, floor, after)
     )
     if floor is not None:
         rows = [with_floor(*pair) for pair in zip(rows, noisy, strict=True)]
@@ -101,10 +109,14 @@ def agreement(served: str, ensemble: str, members: Collection[str]) -> str:
 def first_difference(one: Completion, other: Completion) -> int:
     """Return the number of tokens before two answers part."""
     pairs = zip(one.tokens, other.tokens, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens))
+    )
 
 
-def agreed(members: Sequence[Sequence[Completion]], served: Sequence[Completion]) -> tuple[int, int]:
+def agreed(
+    members: Sequence[Sequence[Completion]], served: Sequence[Completion]
+) -> tuple[int, int]:
     """Return how many answers all members give alike, and how many of these are the served ones."""
     alike = [all(a == own[0] for a in own) for own in zip(*members, strict=True)]
     right = [same and a == b for same, a, b in zip(alike, members[0], served, strict=True)]

@@ -40,7 +40,9 @@ def stored(name: str, inputs: bytes, make: Callable[[Path], None]) -> Path:
 def modelopt_inputs(source: Path, *own: object) -> bytes:
     """Return what ModelOpt's work on a checkpoint depends on: the folder's files, versions, and `own`."""
     files = [f.name.encode() + f.read_bytes() for f in sorted(source.iterdir()) if f.is_file()]
-    versions = [metadata.version(package) for package in ("nvidia-modelopt", "torch", "transformers")]
+    versions = [
+        metadata.version(package) for package in ("nvidia-modelopt", "torch", "transformers")
+    ]
     return b"\n".join([*files, repr((own, versions)).encode()])
 
 

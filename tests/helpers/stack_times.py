@@ -24,9 +24,7 @@ from annie_quant.core.errors import CheckpointError
 COLD_BYTES = 200 << 20
 LAUNCHES = 20  # of a graph, at least
 REPEATS = 9
-DIFFERENCE = (
-    1e-2  # of the norm: humming rounds the partial sums of a split K to bfloat16; a wrong scale gives .1 and more
-)
+DIFFERENCE = 1e-2  # of the norm: humming rounds the partial sums of a split K to bfloat16; a wrong scale gives .1 and more
 OURS = "annie_quant"
 SCALE = 0.002  # of the random weights' tensors
 
@@ -109,8 +107,13 @@ def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:
     layer: Any = torch.nn.Module()
     layer.weight = torch.nn.Parameter(codes.clone(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(scales.clone(), requires_grad=False)
-    layer.weight_global_scale = torch.nn.Parameter(torch.tensor(scale, device=codes.device), requires_grad=False)
-    layer.output_size_per_partition, layer.input_size_per_partition = codes.shape[0], codes.shape[1] * 2
+    layer.weight_global_scale = torch.nn.Parameter(
+        torch.tensor(scale, device=codes.device), requires_grad=False
+    )
+    layer.output_size_per_partition, layer.input_size_per_partition = (
+        codes.shape[0],
+        codes.shape[1] * 2,
+    )
     layer.output_partition_sizes = layer.logical_widths = [codes.shape[0]]
     layer.params_dtype = torch.bfloat16
     layer.prefix, layer.has_bias, layer.bias = "", False, None
@@ -122,7 +125,10 @@ def vllm_kernels(missing: dict[str, str]) -> dict[str, LinearKernel]:
     from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
 
     kernels: dict[str, LinearKernel] = {}
-    for name, kind in (("marlin", "MarlinNvFp4LinearKernel"), ("humming", "HummingNvFp4LinearKernel")):
+    for name, kind in (
+        ("marlin", "MarlinNvFp4LinearKernel"),
+        ("humming", "HummingNvFp4LinearKernel"),
+    ):
         try:
             source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{name}")
             kernels[name] = getattr(source, kind)(NvFp4LinearLayerConfig())
@@ -150,7 +156,9 @@ def check_result(result: Any, exact: Any, shape: str) -> float:
     """Return the difference of a kernel's result from the exact one, relative to its norm; raise ValueError above DIFFERENCE."""
     difference: float = ((result - exact).norm() / exact.norm()).item()
     if not difference <= DIFFERENCE:
-        raise ValueError(f"its result for {shape} differs from the exact one by {difference:.2g} of the norm")
+        raise ValueError(
+            f"its result for {shape} differs from the exact one by {difference:.2g} of the norm"
+        )
     return difference
 
 
@@ -162,7 +170,9 @@ def exact_product(x: Any, codes: Any, scales: Any) -> Any:
 
     inputs, step = x.double(), max(1, oracle.SPAN // x.shape[1])
     parts = [slice(i, i + step) for i in range(0, len(codes), step)]
-    return torch.cat([inputs @ oracle.dequantize_in_torch(codes[i], scales[i], SCALE).t() for i in parts], 1)
+    return torch.cat(
+        [inputs @ oracle.dequantize_in_torch(codes[i], scales[i], SCALE).t() for i in parts], 1
+    )
 
 
 def our_calls(codes: Any, scales: Any, copies: int) -> list[Callable[[Any], Any]]:
@@ -176,7 +186,9 @@ def our_calls(codes: Any, scales: Any, copies: int) -> list[Callable[[Any], Any]
     return [lambda x, w=w: torch.ops.annie_quant.nvfp4_linear(x, *w) for w in weights]
 
 
-def peer_calls(kernel: LinearKernel, codes: Any, scales: Any, copies: int) -> list[Callable[[Any], Any]]:
+def peer_calls(
+    kernel: LinearKernel, codes: Any, scales: Any, copies: int
+) -> list[Callable[[Any], Any]]:
     """Return one call of another kernel per copy of a weight."""
     layers = [vllm_layer(codes, scales, SCALE) for _ in range(copies)]
     for layer in layers:
@@ -185,7 +197,10 @@ def peer_calls(kernel: LinearKernel, codes: Any, scales: Any, copies: int) -> li
 
 
 def prepare(
-    shapes: list[tuple[int, int]], tokens: list[int], kernels: Mapping[str, LinearKernel], missing: dict[str, str]
+    shapes: list[tuple[int, int]],
+    tokens: list[int],
+    kernels: Mapping[str, LinearKernel],
+    missing: dict[str, str],
 ) -> list[Prepared]:
     """Prepare random weights for our and other kernels; call each for all numbers of tokens and compare the results.
 
@@ -195,7 +210,9 @@ def prepare(
 
     from annie_quant.gemm import oracle
 
-    makers = {OURS: our_calls} | {name: partial(peer_calls, kernel) for name, kernel in kernels.items()}
+    makers = {OURS: our_calls} | {
+        name: partial(peer_calls, kernel) for name, kernel in kernels.items()
+    }
     result = []
     for n, k in shapes:
         host_codes, host_scales = oracle.random_weight(n, k, n + k)
@@ -210,7 +227,10 @@ def prepare(
             try:
                 calls = make(codes, scales, copies)
                 # The first call of a number of tokens compiles, too.
-                differences = [check_result(calls[0](x[:m]).double(), exact[:m], f"{n}x{k}, M = {m}") for m in tokens]
+                differences = [
+                    check_result(calls[0](x[:m]).double(), exact[:m], f"{n}x{k}, M = {m}")
+                    for m in tokens
+                ]
                 weight.differences[name], weight.calls[name] = max(differences), calls
             except Exception as error:
                 missing[name] = f"{type(error).__name__}: {error}"[:300]
@@ -249,7 +269,9 @@ def replay_us(graph: Any, launches: int) -> float:
 def graph_us(calls: Sequence[Callable[[], Any]], repeats: int, untimed: int = 1) -> float:
     """Return microseconds per call of these in one graph: the median of `repeats` replays, after `untimed` ones."""
     graph = graph_of(calls)
-    return statistics.median([replay_us(graph, len(calls)) for _ in range(untimed + repeats)][untimed:])
+    return statistics.median(
+        [replay_us(graph, len(calls)) for _ in range(untimed + repeats)][untimed:]
+    )
 
 
 def measure(
@@ -262,7 +284,10 @@ def measure(
             us: dict[str, float] = {}
             for name, launches in weight.calls.items():
                 if time.monotonic() < end:
-                    several = [partial(call, weight.x[:m]) for call in launches * -(-LAUNCHES // len(launches))]
+                    several = [
+                        partial(call, weight.x[:m])
+                        for call in launches * -(-LAUNCHES // len(launches))
+                    ]
                     us[name] = round(graph_us(several, repeats), 2)
             if us:
                 yield ShapeTimes(weight.n, weight.k, m, us, min(us, key=us.__getitem__))
@@ -271,9 +296,15 @@ def measure(
 def served_shapes(path: Path) -> list[tuple[int, int]]:
     """Return the shapes [N, K] of a checkpoint's NVFP4 linears as servers merge them, without repetitions."""
     folder = checkpoint.ModelFolder(path)
-    shapes = {name: x.shape(folder) for name, x in checkpoint.linears(folder).items() if x.format == "nvfp4"}
+    shapes = {
+        name: x.shape(folder)
+        for name, x in checkpoint.linears(folder).items()
+        if x.format == "nvfp4"
+    }
     if not shapes:
-        raise CheckpointError(f"{path} has no NVFP4 linears", f"annie-quant audit {shlex.quote(str(path))}")
+        raise CheckpointError(
+            f"{path} has no NVFP4 linears", f"annie-quant audit {shlex.quote(str(path))}"
+        )
     groups = folder.family.fused_groups(shapes)
     single = shapes.keys() - {name for group in groups for name in group}
     merged = [(sum(shapes[name][0] for name in group), shapes[group[0]][1]) for group in groups]

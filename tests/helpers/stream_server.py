@@ -47,7 +47,14 @@ def read_request(connection: socket.socket) -> bytes:
             return b""
         held += got
     head, _, body = held.partition(b"\r\n\r\n")
-    length = next((int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length:")), 0)
+    length = next(
+        (
+            int(h.split(b":")[1])
+            for h in head.split(b"\r\n")
+            if h.lower().startswith(b"content-length:")
+        ),
+        0,
+    )
     while len(body) < length:
         body += connection.recv(65536)
     return head + b"\r\n\r\n" + body
@@ -80,7 +87,9 @@ class RawServer:
         else:
             self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
             self.port = self.listener.getsockname()[1]
-            self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}/v1/chat/completions"
+            self.url = (
+                f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}/v1/chat/completions"
+            )
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 

@@ -19,7 +19,10 @@ def save_variant(name: str, folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
-    weights, factors = load_file(TINY_ANNIE / "model.safetensors"), load_file(VARIANTS / f"{name}.safetensors")
+    weights, factors = (
+        load_file(TINY_ANNIE / "model.safetensors"),
+        load_file(VARIANTS / f"{name}.safetensors"),
+    )
     for linear in {key[:-2] for key in factors}:
         key = f"{linear}.weight"
         change = factors[f"{linear}.b"].float() @ factors[f"{linear}.a"].float()

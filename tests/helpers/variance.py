@@ -70,7 +70,10 @@ def mean_squares(values: Any) -> dict[tuple[int, ...], tuple[float, int]]:
             effects[chosen] = effect
             freedom = math.prod(values.shape[a] - 1 for a in chosen)
             repeats = math.prod(values.shape[a] for a in others)
-            result[chosen] = (float(repeats * np.sum(effect**2) / freedom) if freedom else 0.0, freedom)
+            result[chosen] = (
+                float(repeats * np.sum(effect**2) / freedom) if freedom else 0.0,
+                freedom,
+            )
     return result
 
 
@@ -85,13 +88,18 @@ def spread(values: Any, factors: Sequence[str]) -> Spread:
     values = np.asarray(values, dtype=np.float64)
     sampled = [axis for axis, n in enumerate(values.shape) if n > 1]
     if not sampled or values.ndim != len(factors):
-        raise ValueError(f"a table of {len(factors)} factors with two levels or more is needed, got {values.shape}")
+        raise ValueError(
+            f"a table of {len(factors)} factors with two levels or more is needed, got {values.shape}"
+        )
     table = values.reshape([values.shape[a] for a in sampled])
     names = [factors[a] for a in sampled]
     squares = mean_squares(table)
     everything = tuple(range(table.ndim))
     components = {
-        c: sum(weight * squares[larger][0] for larger, weight in coefficients(c, squares, table.shape).items())
+        c: sum(
+            weight * squares[larger][0]
+            for larger, weight in coefficients(c, squares, table.shape).items()
+        )
         for c in squares
     }
     shares = {c: max(0.0, v) / math.prod(table.shape[a] for a in c) for c, v in components.items()}
@@ -140,11 +148,17 @@ def _freedom(
             for larger, weight in coefficients(chosen, squares, shape).items():
                 weights[larger] += weight / math.prod(shape[a] for a in chosen)
     total = sum(weight * squares[c][0] for c, weight in weights.items())
-    below = sum((weight * squares[c][0]) ** 2 / squares[c][1] for c, weight in weights.items() if squares[c][1])
+    below = sum(
+        (weight * squares[c][0]) ** 2 / squares[c][1]
+        for c, weight in weights.items()
+        if squares[c][1]
+    )
     return max(1.0, total**2 / below) if below else 1.0
 
 
-def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str, str, Spread, float]]:
+def ranking(
+    tables: Mapping[str, Any], factors: Sequence[str]
+) -> list[tuple[str, str, Spread, float]]:
     """Return (better, worse, spread of the difference, p after Holm) of each pair of strategies whose order is sure.
 
     tables: strategy → outcomes on the same prompts, draws and arithmetics. The difference of a pair is analysed as one table, so
@@ -152,7 +166,10 @@ def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str
     """
     pairs = []
     for a, b in itertools.combinations(tables, 2):
-        result = spread(np.asarray(tables[a], dtype=np.float64) - np.asarray(tables[b], dtype=np.float64), factors)
+        result = spread(
+            np.asarray(tables[a], dtype=np.float64) - np.asarray(tables[b], dtype=np.float64),
+            factors,
+        )
         if result.se:
             p = float(2 * t.sf(abs(result.mean) / result.se, result.freedom))
         else:  # the same difference everywhere: the sign test over the prompts
@@ -179,7 +196,10 @@ def right_answers(evaluations: Sequence[Evaluation], kind: str) -> Any:
     gates = [gate for gate in prompts if decides(gate) and gate not in REFERENCE_GATES] or [
         g for g in prompts if decides(g)
     ]
-    position = {name: i for i, name in enumerate(dict.fromkeys(name for gate in gates for name in prompts[gate]))}
+    position = {
+        name: i
+        for i, name in enumerate(dict.fromkeys(name for gate in gates for name in prompts[gate]))
+    }
     sides = [[*members(e, kind)] for e in evaluations]
     right = np.ones((len(position), len(evaluations), len(sides[0])))
     for draw, (evaluation, own) in enumerate(zip(evaluations, sides, strict=True)):

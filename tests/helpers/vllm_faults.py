@@ -29,10 +29,18 @@ def install(folder: Path) -> dict[str, str]:
     """Write the distribution that has the entry point into a folder, and return the environment of a server that loads it."""
     metadata = folder / "annie_quant_faults-1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: annie_quant_faults\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nannie_quant_faults = vllm_faults:register\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: annie_quant_faults\nVersion: 1\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nannie_quant_faults = vllm_faults:register\n"
+    )
     path = [str(folder), str(Path(__file__).parent), str(Path(__file__).parents[2])]
-    return {"PYTHONPATH": os.pathsep.join(path), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def register() -> None:
@@ -84,7 +92,9 @@ def activations() -> None:
 
     multiply = vllm_plugin.multiply
 
-    def saturated(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
+    def saturated(
+        x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float
+    ) -> Any:
         return multiply(x, codes, block_scale, tensor_scale, input_scale / 64)
 
     vllm_plugin.multiply = saturated
@@ -140,5 +150,6 @@ def batch() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (dropped, scales, activations, kv, prefix, kv_prefix, batch)
+    function.__name__: function
+    for function in (dropped, scales, activations, kv, prefix, kv_prefix, batch)
 }

@@ -43,7 +43,9 @@ def instruction(values: np.ndarray) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "vrcp14.c", Path(folder) / "vrcp14.so"
         source.write_text(SOURCE)
-        subprocess.run(["cc", "-O2", "-mavx512f", "-shared", "-fPIC", "-o", library, source], check=True)
+        subprocess.run(
+            ["cc", "-O2", "-mavx512f", "-shared", "-fPIC", "-o", library, source], check=True
+        )
         function = ctypes.CDLL(str(library)).reciprocals
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
         function(values.ctypes.data, results.ctypes.data, len(values))

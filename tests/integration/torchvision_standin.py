@@ -33,7 +33,11 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("torchvision.") else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.startswith("torchvision.")
+            else None
+        )
 
     def create_module(self, spec):
         return _Module(spec.name)

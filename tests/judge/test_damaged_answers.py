@@ -18,7 +18,14 @@ from randomised import examples
 from annie_quant import bench, documents, judge
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Aggregates, BenchConfig, Identity, ModelRow, OfflineSide, PairedGate
+from annie_quant.documents import (
+    Aggregates,
+    BenchConfig,
+    Identity,
+    ModelRow,
+    OfflineSide,
+    PairedGate,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 
@@ -31,7 +38,9 @@ def measure(folder, candidate, reference, cases):
     with FakeServer(candidate) as left, FakeServer(reference) as right:
         sides = [bench.Backend("a", left.url), bench.Backend("b", right.url)]
         roles = {"candidate": "a", "reference": "b"}
-        return bench.run(sides, [cases], folder, warmup=0, runs=1, concurrency=N, with_memory=False, **roles)
+        return bench.run(
+            sides, [cases], folder, warmup=0, runs=1, concurrency=N, with_memory=False, **roles
+        )
 
 
 def number(body):
@@ -45,9 +54,13 @@ def not_kept(verdict):
 
 def calls(gates, labelled=True):
     def expect(index):
-        return {"tool": "search_memory", "arguments": {"query": f"note {index}"}} if labelled else {}
+        return (
+            {"tool": "search_memory", "arguments": {"query": f"note {index}"}} if labelled else {}
+        )
 
-    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": expect(i)} for i in range(N)]
+    cases = [
+        {"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": expect(i)} for i in range(N)
+    ]
     return workload("calls", cases, tools=TOOLS, gates=gates)
 
 
@@ -71,7 +84,10 @@ def test_the_right_tool_with_wrong_arguments_loses(tmp_path, gates, labelled, ga
     side = done.aggregates.served["a"]
     assert (side.paired[gate].lost, side.paired[gate].n) == (N, N)
     assert (done.verdict.outcome, done.verdict.passed) == ("loses", False)
-    assert measure(tmp_path / "right", right_call, right_call, calls(gates, labelled)).verdict.outcome == "keeps"
+    assert (
+        measure(tmp_path / "right", right_call, right_call, calls(gates, labelled)).verdict.outcome
+        == "keeps"
+    )
 
 
 SENTENCES = [
@@ -84,7 +100,9 @@ SENTENCES = [
 
 
 def talk(gates, n=N):
-    return workload("talk", [{"id": f"c{i}", "messages": ask(f"Who is {i}?")} for i in range(n)], gates=gates)
+    return workload(
+        "talk", [{"id": f"c{i}", "messages": ask(f"Who is {i}?")} for i in range(n)], gates=gates
+    )
 
 
 def sentence(body):
@@ -97,7 +115,9 @@ DAMAGED = {
     ),
     "one fixed sentence": lambda body: words("I am sure that everything is fine with it today."),
     "Blorp.": lambda body: words("Blorp."),
-    "another reason for the end": lambda body: words(SENTENCES[number(body) % len(SENTENCES)], finish="content_filter"),
+    "another reason for the end": lambda body: words(
+        SENTENCES[number(body) % len(SENTENCES)], finish="content_filter"
+    ),
     "right answers in the reasoning alone": lambda body: Script(
         reasoning=[SENTENCES[number(body) % len(SENTENCES)]], content=[]
     ),
@@ -106,7 +126,10 @@ DAMAGED = {
 
 @pytest.mark.parametrize(
     ("name", "gates"),
-    [*((name, TEXT_GATES) for name in DAMAGED), ("Blorp.", [*TEXT_GATES, "same_text", "same_length"])],
+    [
+        *((name, TEXT_GATES) for name in DAMAGED),
+        ("Blorp.", [*TEXT_GATES, "same_text", "same_length"]),
+    ],
 )
 def test_damaged_text_is_not_kept(tmp_path, name, gates):
     """None of these prompts has a label: rows 6 and 11 of the attacks that kept every gate."""
@@ -114,20 +137,31 @@ def test_damaged_text_is_not_kept(tmp_path, name, gates):
 
 
 def test_the_same_answers_keep(tmp_path):
-    assert measure(tmp_path, sentence, sentence, talk([*TEXT_GATES, "same_text"])).verdict.outcome == "keeps"
+    assert (
+        measure(tmp_path, sentence, sentence, talk([*TEXT_GATES, "same_text"])).verdict.outcome
+        == "keeps"
+    )
 
 
 def test_one_prompt_under_sixty_ids_is_one_answer(tmp_path):
-    cases = workload("talk", [{"id": f"c{i}", "messages": ask("Who is 7?")} for i in range(N)], gates=TEXT_GATES)
+    cases = workload(
+        "talk", [{"id": f"c{i}", "messages": ask("Who is 7?")} for i in range(N)], gates=TEXT_GATES
+    )
     done = measure(tmp_path, sentence, sentence, cases)
-    assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(done.verdict)
+    assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(
+        done.verdict
+    )
 
 
-@pytest.mark.parametrize("change", [lambda i: "Who is 7?" + " " * i, lambda i: "Who is" + "\n" * i + "\t 7\u00a0?"])
+@pytest.mark.parametrize(
+    "change", [lambda i: "Who is 7?" + " " * i, lambda i: "Who is" + "\n" * i + "\t 7\u00a0?"]
+)
 def test_one_prompt_under_other_white_space_is_one_answer(tmp_path, change):
     cases = [{"id": f"c{i}", "messages": ask(change(i))} for i in range(N)]
     done = measure(tmp_path, sentence, sentence, workload("talk", cases, gates=TEXT_GATES))
-    assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(done.verdict)
+    assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(
+        done.verdict
+    )
 
 
 INVISIBLE = {
@@ -144,7 +178,11 @@ INVISIBLE = {
 def test_prompts_that_differ_by_what_nobody_sees_are_one_prompt(name):
     """60 distinct texts: the binary digits of the case's number in two characters that show nothing."""
     marks = ["".join(INVISIBLE[name][int(digit)] for digit in f"{i:06b}") for i in range(N)]
-    assert n_prompts([f"Who{mark} is 7?" for mark in marks]) == n_prompts([f"Who is 7?{mark}" for mark in marks]) == 1
+    assert (
+        n_prompts([f"Who{mark} is 7?" for mark in marks])
+        == n_prompts([f"Who is 7?{mark}" for mark in marks])
+        == 1
+    )
 
 
 def test_compatible_forms_are_one_prompt_and_other_words_are_not():
@@ -155,7 +193,10 @@ def test_compatible_forms_are_one_prompt_and_other_words_are_not():
         '\uff34he office of "Zu\u200d\u0308rich"\uff1f',
     ]
     assert n_prompts(one) == 1
-    assert n_prompts(["Who is 7?", "Who is 8?", "Who was 7?", "Qui \u00e9tait 7 ?", "Qui etait 7 ?"]) == 5
+    assert (
+        n_prompts(["Who is 7?", "Who is 8?", "Who was 7?", "Qui \u00e9tait 7 ?", "Qui etait 7 ?"])
+        == 5
+    )
 
 
 def n_prompts(texts):
@@ -172,8 +213,13 @@ def test_labels_that_the_reference_never_meets_do_not_keep(tmp_path):
         "type": "function",
         "function": {"name": "delete_note", "parameters": {"type": "object", "properties": {}}},
     }
-    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "delete_note"}} for i in range(N)]
-    chosen = workload("calls", cases, tools=[*TOOLS, other], gates=["tool_call", "non_empty", "stop", "same_tool"])
+    cases = [
+        {"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "delete_note"}}
+        for i in range(N)
+    ]
+    chosen = workload(
+        "calls", cases, tools=[*TOOLS, other], gates=["tool_call", "non_empty", "stop", "same_tool"]
+    )
     verdict = measure(tmp_path, right_call, right_call, chosen).verdict
     assert (verdict.outcome, verdict.badge.split(":")[0]) == ("undecided", "undecided")
     assert f"tool calls (the reference passes 0 of {N})" in verdict.sentence
@@ -185,17 +231,26 @@ def test_a_label_that_the_reference_misses_next_to_one_that_it_meets_is_named(tm
     def expect(i):
         return {"tool": "search_memory", "arguments": {"query": "another"}}
 
-    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": expect(i)} for i in range(N)]
-    chosen = workload("calls", cases, tools=TOOLS, gates=["tool_call", "tool_arguments", "same_arguments"])
+    cases = [
+        {"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": expect(i)} for i in range(N)
+    ]
+    chosen = workload(
+        "calls", cases, tools=TOOLS, gates=["tool_call", "tool_arguments", "same_arguments"]
+    )
     verdict = measure(tmp_path, right_call, right_call, chosen).verdict
     assert verdict.outcome == "keeps"
-    assert f"not tested: tool arguments (the reference passes 0 of {N})" in verdict.sentence.split(". ")[0]
+    assert (
+        f"not tested: tool arguments (the reference passes 0 of {N})"
+        in verdict.sentence.split(". ")[0]
+    )
     assert f"tool arguments (the reference passes 0 of {N})" in verdict.badge
 
 
 def test_no_answer_to_all_questions_does_not_keep(tmp_path):
     """Each answer is empty and ends by itself, and the workload's only gate asks for an end."""
-    done = measure(tmp_path, lambda body: Script(content=[], finish="stop"), sentence, talk(["stop"]))
+    done = measure(
+        tmp_path, lambda body: Script(content=[], finish="stop"), sentence, talk(["stop"])
+    )
     assert not_kept(done.verdict) and "constant answers" in done.verdict.sentence
 
 
@@ -203,7 +258,10 @@ def test_the_right_call_made_twice_is_wrong(tmp_path):
     def twice(body):
         return Script(tools=right_call(body).tools * 2)
 
-    assert measure(tmp_path, twice, right_call, calls(["tool_call", "tool_arguments"])).verdict.outcome == "loses"
+    assert (
+        measure(tmp_path, twice, right_call, calls(["tool_call", "tool_arguments"])).verdict.outcome
+        == "loses"
+    )
 
 
 def test_a_second_call_to_another_tool_is_wrong(tmp_path):
@@ -212,7 +270,10 @@ def test_a_second_call_to_another_tool_is_wrong(tmp_path):
         "type": "function",
         "function": {"name": "delete_note", "parameters": {"type": "object", "properties": {}}},
     }
-    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "search_memory"}} for i in range(N)]
+    cases = [
+        {"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "search_memory"}}
+        for i in range(N)
+    ]
     chosen = workload("calls", cases, tools=[*TOOLS, delete], gates=["tool_call"])
 
     def also_deletes(body):
@@ -227,7 +288,10 @@ def test_a_gate_that_applies_to_no_answer_of_the_candidate_is_lost(tmp_path):
     chosen = workload("talk", cases, tools=TOOLS, gates=["no_markdown", "repetition"])
     done = measure(tmp_path, xyzzy, sentence, chosen)
     assert done.aggregates.served["a"].paired["repetition"].lost == N
-    assert "loses" in done.verdict.sentence and "no repetition or garble 0 of 60 against 60" in done.verdict.sentence
+    assert (
+        "loses" in done.verdict.sentence
+        and "no repetition or garble 0 of 60 against 60" in done.verdict.sentence
+    )
 
 
 def test_a_workload_of_which_bf16_passes_nothing_keeps_nothing(tmp_path):
@@ -260,7 +324,8 @@ FAULTY = st.dictionaries(st.integers(0, 79), ANSWER, max_size=5)
 @example(
     55,
     {},
-    {i: ("", "stop", {}) for i in range(4)} | {2: ("", "stop", {"tool_call": True, "factual": True, "stop": True})},
+    {i: ("", "stop", {}) for i in range(4)}
+    | {2: ("", "stop", {"tool_call": True, "factual": True, "stop": True})},
 )
 @given(st.integers(40, 80), FAULTY, FAULTY)
 def test_keeps_implies_that_enough_was_seen(n, candidate, reference):
@@ -288,12 +353,19 @@ def test_keeps_implies_that_enough_was_seen(n, candidate, reference):
         for gate, passed in before.items():
             now = own.get(gate, False) and not error and end == "stop"
             counts[gate] = [
-                a + b for a, b in zip(counts[gate], (1, passed, passed and not now, now and not passed), strict=True)
+                a + b
+                for a, b in zip(
+                    counts[gate], (1, passed, passed and not now, now and not passed), strict=True
+                )
             ]
     if verdict.outcome == "keeps":
         for gate, (n_prompts, passed, lost, won) in counts.items():
             margin = GATES_OF_RECORDS[gate] or (0.05 if won else 0.0)
-            assert passed >= 52 and (lost - won) / n_prompts <= margin, (gate, counts[gate], verdict.sentence)
+            assert passed >= 52 and (lost - won) / n_prompts <= margin, (
+                gate,
+                counts[gate],
+                verdict.sentence,
+            )
     elif all(passed >= 52 and lost == 0 for _, passed, lost, _ in counts.values()):
         raise AssertionError(verdict.sentence)
 
@@ -326,18 +398,27 @@ KEPT = {"tool_call": (240, 0, 0)}
 def test_a_run_and_its_evaluation_have_one_verdict(sides, outcome):
     """An arithmetic without an answer, or with gates that test nothing, does not keep; the run said so in other words."""
     judged, verdict = decision.judge_sides(sides)
-    run = judge.verdict(Aggregates(models=[ModelRow(name="nv", format="NVFP4")], offline={"nv": judged}))
+    run = judge.verdict(
+        Aggregates(models=[ModelRow(name="nv", format="NVFP4")], offline={"nv": judged})
+    )
     assert (verdict.verdict, run.outcome) == (outcome, outcome), (verdict.sentence, run.sentence)
     assert run.passed and "fails" not in run.sentence
 
 
 def test_what_bf16_does_not_pass_is_undecided_in_a_run_too():
     """bf16 makes none of 60 calls: the absolute requirement is missed, and nothing was lost."""
-    pair, table = {"tool_call": PairedGate(60, 0, 0, passed=0)}, tabulate([{"tool_call": False}] * 60)
+    pair, table = (
+        {"tool_call": PairedGate(60, 0, 0, passed=0)},
+        tabulate([{"tool_call": False}] * 60),
+    )
     judged, verdict = decision.judge_sides({"w4a4": OfflineSide(gates=table, paired=pair)})
-    run = judge.verdict(Aggregates(models=[ModelRow(name="nv", format="NVFP4")], offline={"nv": judged}))
+    run = judge.verdict(
+        Aggregates(models=[ModelRow(name="nv", format="NVFP4")], offline={"nv": judged})
+    )
     assert verdict.verdict == run.outcome == "undecided"
-    assert run.sentence.startswith("nv loses no gate, but no gate tests anything that the reference does")
+    assert run.sentence.startswith(
+        "nv loses no gate, but no gate tests anything that the reference does"
+    )
 
 
 @pytest.mark.parametrize("counts", [(-60, 0, 0), (60, -1, 0), (60, 40, 30), (60, 0, 0, 61)])
@@ -351,11 +432,15 @@ def test_repeated_names_of_prompts_count_once():
     """An evaluation that states one prompt's outcome 60 times."""
     from annie_quant.judge import evidence
 
-    made = evaluations.from_outcomes({"w4a4": {"tool_call": "1" * 60}}, {"tool_call": "1" * 60})  # language: data
+    made = evaluations.from_outcomes(
+        {"w4a4": {"tool_call": "1" * 60}}, {"tool_call": "1" * 60}
+    )  # language: data
     assert made.verdict.verdict == "keeps"
     made.prompts = {"tool_call": ["w/c0"] * 60}
     again = evidence.recounted(made)
-    assert again.numerics["w4a4"].paired["tool_call"].n == 1 and again.verdict.verdict == "undecided"
+    assert (
+        again.numerics["w4a4"].paired["tool_call"].n == 1 and again.verdict.verdict == "undecided"
+    )
     made.prompts = {"tool_call": [f"w/c{i}" for i in range(60)]}
     made.numerics["w4a4"].outcomes["tool_call"] = "1" * 30
     assert evidence.recounted(made).verdict.verdict == "loses", "a missing outcome is a lost answer"
@@ -366,15 +451,24 @@ def test_repeated_names_of_prompts_count_once():
 
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory):
-    pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+    )
+    pytest.importorskip(
+        "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+    )
     from paths import TINY_ANNIE
 
     from annie_quant.offline.pair import EvaluationJob, open_pair
 
     cache = tmp_path_factory.mktemp("cache")
     job = EvaluationJob(
-        checkpoint=TINY_ANNIE, reference=TINY_ANNIE, numerics=["bf16"], ensemble=False, cache=cache, device="cpu"
+        checkpoint=TINY_ANNIE,
+        reference=TINY_ANNIE,
+        numerics=["bf16"],
+        ensemble=False,
+        cache=cache,
+        device="cpu",
     )
     return lambda: open_pair(job)
 
@@ -390,7 +484,12 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
         tokenizer = pair.template.tokenizer
         texts = [damage(tokenizer.decode(c.tokens, skip_special_tokens=False)) for _, c in answered]
         return [
-            Outcome(request, Completion(tokenizer.encode(text, add_special_tokens=False), finished), False, 0)
+            Outcome(
+                request,
+                Completion(tokenizer.encode(text, add_special_tokens=False), finished),
+                False,
+                0,
+            )
             for (request, _), (text, finished) in zip(answered, texts, strict=True)
         ]
 
@@ -402,7 +501,9 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
 def built_in(names, n, gates=None, labelled=True):
     chosen = []
     for one in judge.load_workloads(names):
-        cases = one.cases[:n] if labelled else tuple(replace(case, expect={}) for case in one.cases[:n])
+        cases = (
+            one.cases[:n] if labelled else tuple(replace(case, expect={}) for case in one.cases[:n])
+        )
         chosen.append(replace(one, cases=cases, gates=tuple(gates or one.gates)))
     return chosen
 
@@ -411,7 +512,10 @@ def test_wrong_arguments_lose_without_a_server(monkeypatch, pair_of):
     chosen = built_in(["tool_memory"], N)
     same = evaluated(monkeypatch, pair_of, chosen, lambda text: (text, True))
     assert same.verdict.verdict == "keeps", same.verdict
-    damage = lambda text: (re.sub(r"(<parameter=[^>]+>\n).*?(\n</parameter>)", r"\1xyzzy\2", text), True)  # noqa: E731
+    damage = lambda text: (  # noqa: E731
+        re.sub(r"(<parameter=[^>]+>\n).*?(\n</parameter>)", r"\1xyzzy\2", text),
+        True,
+    )
     result = evaluated(monkeypatch, pair_of, chosen, damage)
     row = result.numerics["bf16"].paired["tool_arguments"]
     assert row.lost == row.passed > 50 and result.numerics["bf16"].paired["tool_call"].lost == 0

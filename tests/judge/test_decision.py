@@ -71,7 +71,12 @@ def test_the_roles_are_those_that_the_run_states():
         {
             "roles": {"candidate": "mlp_only", "reference": "bf16", "incumbent": "q4_k_m"},
             "models": MODELS,
-            "served": {"bf16": side(), "naive": side(tools=20), "mlp_only": side(), "q4_k_m": side()},
+            "served": {
+                "bf16": side(),
+                "naive": side(tools=20),
+                "mlp_only": side(),
+                "q4_k_m": side(),
+            },
             "comparisons": [
                 comparison("mlp_only", "q4_k_m", "ttft_content_ms", 90, 300),
                 comparison("mlp_only", "q4_k_m", "decode_tok_s", 33, 36),
@@ -93,15 +98,24 @@ def test_figures_from_1000_on_are_whole_numbers():
         comparison("mlp_only", "q4_k_m", "decode_tok_s", 430, 1374),
     ]
     verdict = judge.verdict(
-        {"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "comparisons": comparisons}
+        {
+            "models": MODELS,
+            "served": {"mlp_only": side(), "q4_k_m": side()},
+            "comparisons": comparisons,
+        }
     )
-    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374." in verdict.sentence
+    assert (
+        "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374."
+        in verdict.sentence
+    )
     reason = next(r for r in verdict.reasons if r.startswith("content TTFT"))
     assert "better than Q4_K_M's by 1218 ms (95 % -1219 to -1217," in reason
 
 
 def test_a_failing_candidate_names_its_gates():
-    verdict = judge.verdict({"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}})
+    verdict = judge.verdict(
+        {"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}}
+    )
     assert verdict.passed is False
     assert verdict.sentence == (
         "NVFP4 naive fails 2 gates: tool calls 20 of 100 (served); no thinking leak 97 of 100 "
@@ -111,8 +125,13 @@ def test_a_failing_candidate_names_its_gates():
 
 def test_the_evidence_of_a_speed_gate_is_its_interval():
     measured = {"metric": "ttft_content_ms", "value": 130.0, "limit": 120.0, "verdict": "fail"}
-    gate = JudgedGate("served", "TTFT", documents.SpeedGate(low=125.0, high=140.0, n=40, **measured))
-    assert (str(gate), gate.evidence) == ("TTFT 130 ms, limit 120 (served)", "95 % interval 125 to 140")
+    gate = JudgedGate(
+        "served", "TTFT", documents.SpeedGate(low=125.0, high=140.0, n=40, **measured)
+    )
+    assert (str(gate), gate.evidence) == (
+        "TTFT 130 ms, limit 120 (served)",
+        "95 % interval 125 to 140",
+    )
     one = JudgedGate("served", "TTFT", documents.SpeedGate(low=None, high=None, n=1, **measured))
     assert one.evidence == "too few answers for an interval"
 
@@ -120,14 +139,20 @@ def test_the_evidence_of_a_speed_gate_is_its_interval():
 def test_speed_never_outweighs_a_failed_gate():
     served = {"naive": side(tools=20), "q4_k_m": side()}
     verdict = judge.verdict(
-        {"models": MODELS, "served": served, "comparisons": [comparison("naive", "q4_k_m", "ttft_content_ms", 1, 1000)]}
+        {
+            "models": MODELS,
+            "served": served,
+            "comparisons": [comparison("naive", "q4_k_m", "ttft_content_ms", 1, 1000)],
+        }
     )
     assert verdict.passed is False and "against" not in verdict.sentence
 
 
 def test_offline_failures_count_and_are_named_by_numerics():
     offline = {"mlp_only": {"w4a4": {"gates": gates(tools=30)}, "w4a16": {"gates": gates()}}}
-    verdict = judge.verdict({"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline})
+    verdict = judge.verdict(
+        {"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline}
+    )
     assert verdict.passed is False and "tool calls 30 of 100 (W4A4)" in verdict.sentence
     alone = judge.verdict({"models": MODELS, "offline": offline})
     assert alone.candidate == "mlp_only" and alone.incumbent is None and alone.passed is False
@@ -136,7 +161,10 @@ def test_offline_failures_count_and_are_named_by_numerics():
 def test_undecided_gates_are_caveats_with_the_n_that_decides():
     verdict = judge.verdict({"served": {"a": side(tools=65), "b": side()}})
     assert verdict.passed is True and "cannot be decided" in verdict.sentence
-    assert any("undecided: tool calls 65 of 100" in c and "answers would decide it" in c for c in verdict.caveats)
+    assert any(
+        "undecided: tool calls 65 of 100" in c and "answers would decide it" in c
+        for c in verdict.caveats
+    )
 
 
 def test_advisory_gates_never_decide():
@@ -158,9 +186,14 @@ def test_a_difference_is_candidate_minus_incumbent_in_either_order():
 
 def test_operation_is_part_of_the_reasons():
     memory = {"idle": 1, "one": 2, "five": 3 * 2**20, "source": "process_rss_bytes"}
-    verdict = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
+    verdict = judge.verdict(
+        {"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}}
+    )
     reasons = " ".join(verdict.reasons)
-    assert "operational change: llama.cpp → vllm" in reasons and "highest memory 3.146 MB against 3.146 MB" in reasons
+    assert (
+        "operational change: llama.cpp → vllm" in reasons
+        and "highest memory 3.146 MB against 3.146 MB" in reasons
+    )
 
 
 def test_a_confound_counts_only_for_the_pair_it_is_about():
@@ -169,8 +202,15 @@ def test_a_confound_counts_only_for_the_pair_it_is_about():
     roles = {"candidate": "a", "incumbent": "c"}
     run = {"served": served, "roles": roles}
     loud = judge.verdict(run | {"confounds": [finding | {"backends": ["a", "c"]}]})
-    assert loud.sentence == "CONFOUNDED (different models): the sides cannot be compared." and loud.comparable is False
-    assert (loud.passed, loud.outcome, loud.badge) == (False, "undecided", "undecided: different models")
+    assert (
+        loud.sentence == "CONFOUNDED (different models): the sides cannot be compared."
+        and loud.comparable is False
+    )
+    assert (loud.passed, loud.outcome, loud.badge) == (
+        False,
+        "undecided",
+        "undecided: different models",
+    )
     assert loud.caveats[0] == "they differ"
     quiet = judge.verdict(run | {"confounds": [finding | {"backends": ["a", "b"]}]})
     assert quiet.comparable is True and quiet.caveats == []
@@ -187,7 +227,11 @@ def typed(**served):
 
 def test_the_checklist_counts_the_candidates_own_records():
     aggregates = typed(mlp_only=side(memory={"five": 6_000_000_000}), q4_k_m=side(tools=97))
-    records = [row("mlp_only", reasoning="Hm."), row("mlp_only", error="HTTP 500"), row("q4_k_m", error="HTTP 500")]
+    records = [
+        row("mlp_only", reasoning="Hm."),
+        row("mlp_only", error="HTTP 500"),
+        row("q4_k_m", error="HTTP 500"),
+    ]
     items = decision.checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"})
     verdicts = {item.item: (item.verdict, item.evidence) for item in items}
     assert verdicts["speaks the OpenAI API"] == ("fail", "1 of 2 chat completions succeeded")
@@ -196,8 +240,14 @@ def test_the_checklist_counts_the_candidates_own_records():
         verdicts["thinking can be switched"][0] == "pass"
         and "received in 1 of 1" in verdicts["thinking can be switched"][1]
     )
-    assert verdicts["fits the memory budget"] == ("pass", "6 GB at its highest, of 110 GB for everything")
-    assert verdicts["answers no later"][0] == "undecided" and verdicts["answers no worse"][0] == "undecided"
+    assert verdicts["fits the memory budget"] == (
+        "pass",
+        "6 GB at its highest, of 110 GB for everything",
+    )
+    assert (
+        verdicts["answers no later"][0] == "undecided"
+        and verdicts["answers no worse"][0] == "undecided"
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +257,13 @@ def test_the_checklist_counts_the_candidates_own_records():
         (12, 0, "fail", 1, 0),
         (0, 12, "pass", 0, 1),
         (12, 12, "undecided", 0, 0),  # the rates are the same, and a quarter of the answers changed
-        (7, 0, "fail", 1, 0),  # 88 and 81 of 100: the two intervals overlap, the same prompts decide
+        (
+            7,
+            0,
+            "fail",
+            1,
+            0,
+        ),  # 88 and 81 of 100: the two intervals overlap, the same prompts decide
     ],
 )
 def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gains):
@@ -223,7 +279,9 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
             "text": "x",
             "finish_reason": "stop",
         }
-        return record_of(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
+        return record_of(
+            id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields
+        )
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
     aggregates = typed(mlp_only=side(), q4_k_m=side())
@@ -236,7 +294,12 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
 
 def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
     aggregates = typed(mlp_only=side(), q4_k_m=side())
-    cases = (("q4_k_m", 1, (0, 0)), ("mlp_only", 1, (0, 0)), ("q4_k_m", 6, (1, 0)), ("mlp_only", 6, (0, 1)))
+    cases = (
+        ("q4_k_m", 1, (0, 0)),
+        ("mlp_only", 1, (0, 0)),
+        ("q4_k_m", 6, (1, 0)),
+        ("mlp_only", 6, (0, 1)),
+    )
     for leaking, n_leaks, expected in cases:
         records = [
             record_of(
@@ -268,5 +331,11 @@ def test_the_outcome_is_undecided_while_a_gate_is():
     assert decision.outcome(aggregates, documents.Verdict()) == "undecided"
     failed = typed(mlp_only=side(tools=20))
     assert decision.outcome(failed, judge.verdict(failed)) == "loses"
-    assert decision.combined(["pass", "undecided", "fail"]) == "fail" and decision.combined([]) == "pass"
-    assert decision.served_as(aggregates, "q4_k_m") == "q4_k_m" and decision.served_as(aggregates, "other") is None
+    assert (
+        decision.combined(["pass", "undecided", "fail"]) == "fail"
+        and decision.combined([]) == "pass"
+    )
+    assert (
+        decision.served_as(aggregates, "q4_k_m") == "q4_k_m"
+        and decision.served_as(aggregates, "other") is None
+    )

@@ -37,7 +37,9 @@ def run(*sides, n=100):
         for r in records(backend, passes, n, gate, f"w-{gate}")
     ]
     identities = {
-        backend: Identity(name=backend, format={"bf16": "BF16", "nv": "NVFP4", "q4": "Q4_K"}.get(backend))
+        backend: Identity(
+            name=backend, format={"bf16": "BF16", "nv": "NVFP4", "q4": "Q4_K"}.get(backend)
+        )
         for backend, _ in sides
     }
     return aggregate_records(rows, BenchConfig(), identities)
@@ -47,7 +49,12 @@ def test_without_bf16_the_candidate_is_compared_with_what_it_would_replace():
     aggregates = run(("nv", {"tool_call": 20}), ("q4", {"tool_call": 99}))
     assert (aggregates.served["nv"].judged_by, aggregates.served["q4"].judged_by) == ("q4", None)
     verdict = judge.verdict(aggregates)
-    assert (verdict.candidate, verdict.incumbent, verdict.passed, verdict.outcome) == ("nv", "q4", False, "loses")
+    assert (verdict.candidate, verdict.incumbent, verdict.passed, verdict.outcome) == (
+        "nv",
+        "q4",
+        False,
+        "loses",
+    )
     assert "nv loses 1 gate: tool calls 20 of 100 against 99 (served)" in verdict.sentence
     assert verdict.sentence.endswith("It cannot replace q4.")
 
@@ -56,12 +63,16 @@ def test_a_gate_that_both_sides_miss_does_not_fail_the_candidate():
     """bench reported "nv fails, it cannot replace q4" although q4 failed the same gate."""
     aggregates = run(("nv", {"tool_call": 60}), ("q4", {"tool_call": 60}), n=300)
     verdict = judge.verdict(aggregates)
-    assert verdict.passed and verdict.outcome == "keeps" and "cannot replace" not in verdict.sentence
+    assert (
+        verdict.passed and verdict.outcome == "keeps" and "cannot replace" not in verdict.sentence
+    )
     assert any("misses R23 by itself" in caveat for caveat in verdict.caveats)
 
 
 def test_what_the_incumbent_loses_too_is_named():
-    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 20}), ("q4", {"tool_call": 10}))
+    aggregates = run(
+        ("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 20}), ("q4", {"tool_call": 10})
+    )
     assert {name: side.judged_by for name, side in aggregates.served.items()} == {
         "bf16": None,
         "nvfp4": "bf16",
@@ -73,7 +84,9 @@ def test_what_the_incumbent_loses_too_is_named():
 
 def test_a_side_alone_is_judged_by_the_requirements():
     verdict = judge.verdict(run(("nv", {"tool_call": 20})))
-    assert not verdict.passed and "nv fails 1 gate: tool calls 20 of 100 (served)" in verdict.sentence
+    assert (
+        not verdict.passed and "nv fails 1 gate: tool calls 20 of 100 (served)" in verdict.sentence
+    )
     assert judge.verdict(run(("nv", {"tool_call": 99}))).sentence == "nv passes every gate."
 
 
@@ -90,13 +103,16 @@ def test_the_order_of_the_backends_does_not_matter():
 def test_a_served_side_that_keeps_and_an_arithmetic_that_loses_is_fragile():
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
     pairs = {"tool_call": documents.PairedGate(100, 60, 0)}
-    side = documents.OfflineSide(gates=judge.gates.tabulate([{"tool_call": i < 39} for i in range(100)]), paired=pairs)
+    side = documents.OfflineSide(
+        gates=judge.gates.tabulate([{"tool_call": i < 39} for i in range(100)]), paired=pairs
+    )
     decision.judge_sides({"w4a4": side})
     aggregates.offline = {"nvfp4": {"w4a4": side}}
     verdict = judge.verdict(aggregates)
     assert verdict.outcome == "fragile" and not verdict.passed
     assert (
-        "is fragile: it loses 1 gate: tool calls 39 of 100 against 99 (W4A4), and keeps it (served)" in verdict.sentence
+        "is fragile: it loses 1 gate: tool calls 39 of 100 against 99 (W4A4), and keeps it (served)"
+        in verdict.sentence
     )
     assert verdict.badge == "fragile: tool calls"
 
@@ -107,15 +123,24 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     table = judge.gates.tabulate([{"tool_call": i < 39, "thinking_leak": True} for i in range(100)])
     keeping = documents.OfflineSide(
         gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
-        paired={"tool_call": documents.PairedGate(100, 0, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
+        paired={
+            "tool_call": documents.PairedGate(100, 0, 0),
+            "thinking_leak": documents.PairedGate(100, 0, 0),
+        },
     )
     loses = documents.OfflineSide(
         gates=table,
-        paired={"tool_call": documents.PairedGate(100, 60, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
+        paired={
+            "tool_call": documents.PairedGate(100, 60, 0),
+            "thinking_leak": documents.PairedGate(100, 0, 0),
+        },
     )
     leaks = documents.OfflineSide(
         gates=table,
-        paired={"tool_call": documents.PairedGate(100, 60, 0), "thinking_leak": documents.PairedGate(100, 9, 0)},
+        paired={
+            "tool_call": documents.PairedGate(100, 60, 0),
+            "thinking_leak": documents.PairedGate(100, 9, 0),
+        },
     )
     sides, _ = decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
     aggregates.offline = {"nvfp4": {"w4a4": sides["w4a4"], "w4a16": sides["w4a16"]}}
@@ -131,7 +156,10 @@ def test_places_that_keep_as_many_gates_share_a_reason():
     sides = {
         name: documents.OfflineSide(
             gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
-            paired={"tool_call": documents.PairedGate(100, 0, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
+            paired={
+                "tool_call": documents.PairedGate(100, 0, 0),
+                "thinking_leak": documents.PairedGate(100, 0, 0),
+            },
         )
         for name in ("w4a4", "w4a16", "w4a4+bf16")
     }
@@ -139,11 +167,15 @@ def test_places_that_keep_as_many_gates_share_a_reason():
     aggregates.members = {"nvfp4": {"w4a4+bf16": sides.pop("w4a4+bf16")}}
     aggregates.offline = {"nvfp4": sides}
     reasons = judge.verdict(aggregates).reasons
-    assert [r for r in reasons if "gate" in r] == ["keeps 1 gate (served)", "keeps 2 gates (W4A4, W4A16, W4A4+bf16)"]
+    assert [r for r in reasons if "gate" in r] == [
+        "keeps 1 gate (served)",
+        "keeps 2 gates (W4A4, W4A16, W4A4+bf16)",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
+    ("passes", "badge"),
+    [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")],
 )
 def test_the_badge_is_the_decision(passes, badge):
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": passes}))
@@ -152,7 +184,9 @@ def test_the_badge_is_the_decision(passes, badge):
 
 def test_gates_kept_without_a_gain_say_stay():
     """The page showed a green "pass" while the comparison showed "Stay with Q4_K_M"."""
-    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}), ("q4", {"tool_call": 99}))
+    aggregates = run(
+        ("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}), ("q4", {"tool_call": 99})
+    )
     later = decision.ChecklistItem("answers no later", "fail", "+90 ms")
     advice = decision.recommendation(aggregates, "nvfp4", "q4", [later])
     assert advice.action == "stay" and advice.badge == "gates kept; stay with q4: slower"

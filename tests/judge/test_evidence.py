@@ -33,7 +33,10 @@ def test_the_counts_are_those_of_the_outcomes(stored):
     side = stored.numerics["w4a4"]
     row = side.paired["tool_call"]
     assert (row.n, row.lost, row.won) == (240, 58, 2)
-    assert (side.gates["tool_call"].passes, stored.reference_gates["tool_call"].passes) == (182, 238)
+    assert (side.gates["tool_call"].passes, stored.reference_gates["tool_call"].passes) == (
+        182,
+        238,
+    )
     assert evidence.differences(stored) == [] == evidence.differences(copy(stored))
 
 
@@ -46,12 +49,19 @@ def test_counting_again_gives_what_the_answers_gave(data):
     gates = ("tool_call", "non_empty", "factual", "tool_arguments")
     reference, own = ({gate: data.draw(texts) for gate in gates} for _ in range(2))
     names = [f"p{i}" for i in range(n)]
-    rows = [{g: t[i] == "1" for g, t in side.items() if t[i] != "-"} for side in (reference, own) for i in range(n)]
+    rows = [
+        {g: t[i] == "1" for g, t in side.items() if t[i] != "-"}
+        for side in (reference, own)
+        for i in range(n)
+    ]
     expected = judge.pairing.pair_checks(zip(rows[:n], rows[n:], strict=True))
     made = evaluations.from_outcomes({"w4a4": own}, reference)  # language: data
     made.prompts = dict.fromkeys(gates, names)
     side = evidence.recounted(made).numerics["w4a4"]
-    counts = [{g: (row.n, row.lost, row.won) for g, row in table.items()} for table in (side.paired, expected[0])]
+    counts = [
+        {g: (row.n, row.lost, row.won) for g, row in table.items()}
+        for table in (side.paired, expected[0])
+    ]
     assert counts[0] == counts[1]
     fields = ("n", "lost", "won", "p_sum", "p_largest", "p_fisher")
     pooled = [row and [getattr(row, f) for f in fields] for row in (side.pooled, expected[1])]
@@ -71,7 +81,10 @@ EDITS = {
         lambda e: reset(e.members["w4a4+bf16"].paired["tool_call"]),
         "w4a4+bf16 against bf16, tool_call: lost 0",
     ),
-    "all together": (lambda e: reset(e.numerics["w4a4"].pooled), "w4a4 against bf16, all: lost 0 in the file, 58"),
+    "all together": (
+        lambda e: reset(e.numerics["w4a4"].pooled),
+        "w4a4 against bf16, all: lost 0 in the file, 58",
+    ),
     "passes": (
         lambda e: setattr(e.numerics["w4a4"].gates["tool_call"], "passes", 240),
         "w4a4, tool_call: passes 240 in the file, 182",
@@ -80,13 +93,19 @@ EDITS = {
         lambda e: setattr(e.reference_gates["tool_call"], "passes", 60),
         "bf16, tool_call: passes 60 in the file, 238",
     ),
-    "a gate is gone": (lambda e: e.numerics["w4a4"].paired.pop("tool_call"), "tool_call: n None in the file, 240"),
+    "a gate is gone": (
+        lambda e: e.numerics["w4a4"].paired.pop("tool_call"),
+        "tool_call: n None in the file, 240",
+    ),
     "a gate's verdict": (
         lambda e: setattr(e.numerics["w4a4"].paired["tool_call"], "verdict", "keeps"),
         "verdict keeps in the file, loses",
     ),
     "the verdict": (lambda e: setattr(e.verdict, "verdict", "keeps"), "verdict: keeps (Loses"),
-    "the sentence": (lambda e: setattr(e.verdict, "sentence", "Keeps."), "verdict: loses (Keeps.) in the file"),
+    "the sentence": (
+        lambda e: setattr(e.verdict, "sentence", "Keeps."),
+        "verdict: loses (Keeps.) in the file",
+    ),
 }
 
 
@@ -117,7 +136,9 @@ def test_outcomes_that_were_changed_are_noticed_with_counts_that_follow_from_the
     edited = evaluations.from_counts(LOSES, blocking=["a reason"])
     CHANGES[name](edited)
     edited = evidence.recounted(edited)
-    assert evidence.differences(edited) == ["its outcomes, its hashes or the reasons that block it were changed"]
+    assert evidence.differences(edited) == [
+        "its outcomes, its hashes or the reasons that block it were changed"
+    ]
 
 
 def test_counts_of_another_rule_are_compared_and_its_verdicts_are_not(stored):
@@ -132,20 +153,32 @@ def test_counts_of_another_rule_are_compared_and_its_verdicts_are_not(stored):
 
 def test_without_a_digest_nothing_can_be_checked(stored):
     stored.evidence_sha256 = ""
-    assert evidence.differences(stored) == ["no digest of its outcomes (an older annie-quant wrote it): evaluate again"]
+    assert evidence.differences(stored) == [
+        "no digest of its outcomes (an older annie-quant wrote it): evaluate again"
+    ]
 
 
 def test_sides_of_a_run_are_compared_too(stored):
     side = stored.numerics["w4a4"]
-    shown = {"w4a4": documents.OfflineSide(gates=side.gates, paired=side.paired, pooled=side.pooled)}
+    shown = {
+        "w4a4": documents.OfflineSide(gates=side.gates, paired=side.paired, pooled=side.pooled)
+    }
     assert evidence.differences(stored, shown) == []
     own = {k: msgspec.structs.replace(v, lost=0) for k, v in side.paired.items()}
-    [line] = evidence.differences(stored, {"w4a4": msgspec.structs.replace(shown["w4a4"], paired=own)})
-    assert line == "run.json, w4a4 against bf16, tool_call: lost 0 in the file, 58 from its outcomes"
-    assert evidence.differences(stored, {"w4a16": shown["w4a4"]}) == ["run.json, w4a16: not in the evaluation"]
+    [line] = evidence.differences(
+        stored, {"w4a4": msgspec.structs.replace(shown["w4a4"], paired=own)}
+    )
+    assert (
+        line == "run.json, w4a4 against bf16, tool_call: lost 0 in the file, 58 from its outcomes"
+    )
+    assert evidence.differences(stored, {"w4a16": shown["w4a4"]}) == [
+        "run.json, w4a16: not in the evaluation"
+    ]
 
 
-@pytest.mark.parametrize(("counts", "before", "after"), [(KEEPS, "keeps", "undecided"), (LOSES, "loses", "loses")])
+@pytest.mark.parametrize(
+    ("counts", "before", "after"), [(KEEPS, "keeps", "undecided"), (LOSES, "loses", "loses")]
+)
 def test_a_reason_that_blocks_forbids_keeps(counts, before, after):
     assert evaluations.from_counts(counts).verdict.verdict == before
     verdict = evaluations.from_counts(counts, blocking=["BROKEN EXPORT: x"]).verdict
@@ -168,7 +201,10 @@ def test_a_blocked_model_does_not_keep_in_a_run(tmp_path):
     add_evaluation(aggregates, "nv", path)
     for verdict in (alone, judge.verdict(aggregates)):
         assert (verdict.outcome, verdict.passed) == ("undecided", False)
-        assert "BROKEN EXPORT: x. Undecided" in verdict.sentence and verdict.reasons[0] == "BROKEN EXPORT: x"
+        assert (
+            "BROKEN EXPORT: x. Undecided" in verdict.sentence
+            and verdict.reasons[0] == "BROKEN EXPORT: x"
+        )
     assert judge.decision.standing_of(aggregates, "nv") == "undecided"
 
 

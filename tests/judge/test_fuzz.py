@@ -66,7 +66,9 @@ CALLS = st.lists(
         {
             "id": st.none() | st.text(max_size=3),
             "name": st.none() | st.sampled_from(["search_memory", "web_search", ""]),
-            "arguments": st.none() | TEXT | st.sampled_from(["{}", '{"query": "x"}', "[1]", "NaN", '{"query": 1e999}']),
+            "arguments": st.none()
+            | TEXT
+            | st.sampled_from(["{}", '{"query": "x"}', "[1]", "NaN", '{"query": 1e999}']),
         }
     ),
     max_size=2,
@@ -87,13 +89,22 @@ def workload(expect, thinking):
             "gates": list(GATES),
             "tools": TOOLS,
             "thinking": thinking,
-            "cases": [{"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}],
+            "cases": [
+                {"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}
+            ],
         }
     )
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(TEXT, TEXT, CALLS, st.sampled_from(EXPECT), st.booleans(), st.sampled_from([None, "stop", "length", "odd"]))
+@given(
+    TEXT,
+    TEXT,
+    CALLS,
+    st.sampled_from(EXPECT),
+    st.booleans(),
+    st.sampled_from([None, "stop", "length", "odd"]),
+)
 def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking, finish):
     single = workload(expect, thinking)
     answer = judge.Answer(text, reasoning, calls, finish)
@@ -106,7 +117,11 @@ def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking,
 @given(TEXT, st.booleans())
 def test_any_raw_text_is_parsed_and_nothing_is_invented(raw, thinking):
     answer = judge.parse_raw(raw, thinking, TOOLS)
-    assert all(part in raw for part in (answer.text.split() + answer.reasoning.split())[:5] if "<tool_call>" not in raw)
+    assert all(
+        part in raw
+        for part in (answer.text.split() + answer.reasoning.split())[:5]
+        if "<tool_call>" not in raw
+    )
     assert len(answer.tool_calls) <= raw.count("<tool_call>")
     again = judge.parse_raw(raw, thinking, TOOLS)
     assert again == answer

@@ -84,7 +84,13 @@ WORKLOAD = {
     "name": "w",
     "max_tokens": 50,
     "gates": ["non_empty", "factual", "no_markdown", "thinking_leak", "tool_call", "stop"],
-    "cases": [{"id": "a", "messages": [{"role": "user", "content": "?"}], "expect": {"contains": ["Tokyo"]}}],
+    "cases": [
+        {
+            "id": "a",
+            "messages": [{"role": "user", "content": "?"}],
+            "expect": {"contains": ["Tokyo"]},
+        }
+    ],
 }
 
 
@@ -111,8 +117,14 @@ def test_the_table_of_gates_is_complete():
     assert sorted(GATES) == [gate.name for gate in GATES.values()]
     workload = build_workload(WORKLOAD | {"gates": list(GATES)})
     for gate in GATES.values():
-        assert gate.title and gate.threshold.kind in ("rate", "zero", "all") and gate.threshold.least_n > 0
-        assert isinstance(gate.check(judge.Answer("Tokyo."), workload.cases[0], workload), str | None)
+        assert (
+            gate.title
+            and gate.threshold.kind in ("rate", "zero", "all")
+            and gate.threshold.least_n > 0
+        )
+        assert isinstance(
+            gate.check(judge.Answer("Tokyo."), workload.cases[0], workload), str | None
+        )
 
 
 def test_gates_of_another_version_are_left_out():
@@ -138,11 +150,15 @@ def tool(**function) -> dict:
 CALL = "<tool_call>\n<function=stock>\n<parameter=part>\nchain\n</parameter>\n</function>\n</tool_call><|im_end|>"
 
 
-@pytest.mark.parametrize("parameters", [{"parameters": None}, {}, {"parameters": {"type": "object", "properties": {}}}])
+@pytest.mark.parametrize(
+    "parameters", [{"parameters": None}, {}, {"parameters": {"type": "object", "properties": {}}}]
+)
 def test_a_call_of_a_tool_without_parameters_is_parsed(parameters):
     """OpenAI's clients send null for a tool that takes none; the model may give it an argument all the same."""
     answer = judge.parse_raw(CALL, False, [tool(**parameters)])
-    assert [(c["name"], c["arguments"]) for c in answer.tool_calls] == [("stock", '{"part": "chain"}')]
+    assert [(c["name"], c["arguments"]) for c in answer.tool_calls] == [
+        ("stock", '{"part": "chain"}')
+    ]
 
 
 @pytest.mark.parametrize(("more", "passes"), [({}, False), ({"additionalProperties": True}, True)])
@@ -155,7 +171,10 @@ def test_an_argument_that_the_schema_does_not_name(more, passes):
              {"id": "c", "messages": [{"role": "user", "content": "x"}], "expect": {"tool": "stock"}, "max_tokens": 7}]}
     )  # fmt: skip
     answer = judge.parse_raw(CALL, False, list(workload.tools))
-    assert judge.checks(answer, workload.cases[0], workload) == {"tool_call": passes, "call_rate": True}
+    assert judge.checks(answer, workload.cases[0], workload) == {
+        "tool_call": passes,
+        "call_rate": True,
+    }
 
 
 def test_the_token_limit_of_a_case_is_its_own_where_it_has_one():
@@ -174,10 +193,16 @@ def test_one_answer_to_different_questions_is_noticed():
     own = [Answer(text=f"The capital of country {i} is city {i}.") for i in range(60)]
     one = [Answer(text="The capital of a country is a city.")] * 60
     assert constant_answer(one, own).startswith("one answer to 60 of 60 prompts ('The capital")
-    assert not constant_answer(own, own) and not constant_answer(own, one) and not constant_answer([], [])
+    assert (
+        not constant_answer(own, own)
+        and not constant_answer(own, one)
+        and not constant_answer([], [])
+    )
     assert not constant_answer(one, one), "bf16 answers all of them alike too"
     refusal = [Answer(text="I have no tool for that.")] * 40 + own[40:]
-    assert not constant_answer(refusal, [*refusal[:30], *own[30:]]), "a quarter of bf16's refusals are others"
+    assert not constant_answer(refusal, [*refusal[:30], *own[30:]]), (
+        "a quarter of bf16's refusals are others"
+    )
     assert not constant_answer([*one[:9], *own[9:]], own)
     call = Answer(tool_calls=[{"id": "", "name": "f", "arguments": '{"q": "xyzzy"}'}])
     assert "one answer to 60 of 60" in constant_answer([call] * 60, own)

@@ -19,7 +19,9 @@ def workload(expect, thinking=False, tools=None):
             "gates": [],
             "tools": tools,
             "thinking": thinking,
-            "cases": [{"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}],
+            "cases": [
+                {"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}
+            ],
         }
     )
 
@@ -35,7 +37,10 @@ def fault_of(gate, answer, expect=None, **more):
 
 
 def calls(pairs):
-    return [{"id": f"c{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(pairs)]
+    return [
+        {"id": f"c{i}", "name": name, "arguments": arguments}
+        for i, (name, arguments) in enumerate(pairs)
+    ]
 
 
 def test_there_are_at_least_200_answers():
@@ -93,7 +98,12 @@ def test_abstention(passes, text, called):
 
 
 def test_an_empty_answer_is_a_failure_and_never_a_crash():
-    for answer in (judge.Answer(), judge.Answer("  \n"), judge.Answer(reasoning="hm"), judge.Answer(error="HTTP 500")):
+    for answer in (
+        judge.Answer(),
+        judge.Answer("  \n"),
+        judge.Answer(reasoning="hm"),
+        judge.Answer(error="HTTP 500"),
+    ):
         assert judged("non_empty", answer) is False
         assert judged("no_markdown", answer) is False
         assert judged("factual", answer, {"contains": ["Tokyo"]}) is False
@@ -106,7 +116,10 @@ def test_an_empty_answer_is_a_failure_and_never_a_crash():
 def test_hidden_thinking_counts_when_thinking_is_off():
     assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="Hm, Japan.")) is False
     assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="\n\n")) is True
-    assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="Hm, Japan."), thinking=True) is True
+    assert (
+        judged("thinking_leak", judge.Answer("Tokyo.", reasoning="Hm, Japan."), thinking=True)
+        is True
+    )
 
 
 def test_stop():
@@ -126,7 +139,9 @@ def test_alternatives_and_several_facts():
     both = {"contains": ["Paris", ["8", "eight"]]}
     assert judged("factual", judge.Answer("Paris has eight of them."), both) is True
     assert judged("factual", judge.Answer("Paris has many."), both) is False
-    assert fault_of("factual", judge.Answer("Paris"), both) == "the answer does not state '8 or eight'"
+    assert (
+        fault_of("factual", judge.Answer("Paris"), both) == "the answer does not state '8 or eight'"
+    )
 
 
 def test_parse_raw_reads_thinking_by_mode():
@@ -142,6 +157,11 @@ def test_parse_raw_reads_thinking_by_mode():
 def test_parse_raw_types_by_schema_and_keeps_strings():
     inside = "<parameter=query>2024</parameter><parameter=limit>3</parameter>"
     raw = f"<tool_call><function=search_memory>{inside}</function></tool_call>"
-    assert judge.parse_raw(raw, False, TOOLS).tool_calls[0]["arguments"] == '{"query": "2024", "limit": 3}'
-    assert judge.parse_raw(raw, False).tool_calls[0]["arguments"] == '{"query": "2024", "limit": "3"}'
+    assert (
+        judge.parse_raw(raw, False, TOOLS).tool_calls[0]["arguments"]
+        == '{"query": "2024", "limit": 3}'
+    )
+    assert (
+        judge.parse_raw(raw, False).tool_calls[0]["arguments"] == '{"query": "2024", "limit": "3"}'
+    )
     assert judge.parse_raw("x" + raw + "<|im_end|>", False).finish_reason == "tool_calls"

@@ -31,17 +31,35 @@ KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0
 # name → (counts (n, lost, won) by member, the verdict)
 CASES = {
     "keeps": ({"w4a4": {}, "w4a4+bf16": {}}, "keeps"),
-    "loses everywhere": ({"w4a4": {"tool_call": (240, 58, 0)}, "w4a4+bf16": {"tool_call": (240, 70, 2)}}, "loses"),
-    "loses in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 58, 0)}}, "fragile"),
-    "leaks in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 9, 0)}}, "fragile"),
-    "one leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "undecided"),
-    "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
+    "loses everywhere": (
+        {"w4a4": {"tool_call": (240, 58, 0)}, "w4a4+bf16": {"tool_call": (240, 70, 2)}},
+        "loses",
+    ),
+    "loses in a further arithmetic": (
+        {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 58, 0)}},
+        "fragile",
+    ),
+    "leaks in a further arithmetic": (
+        {"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 9, 0)}},
+        "fragile",
+    ),
+    "one leak in a further arithmetic": (
+        {"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}},
+        "undecided",
+    ),
+    "undecided in a further arithmetic": (
+        {"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}},
+        "undecided",
+    ),
     "all gates together, in one arithmetic only": (
         {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 13, 5), "factual": (100, 6, 1)}},
         "loses",
     ),
     "only all gates together": (
-        {name: {"tool_call": (240, 17, 5), "factual": (100, 7, 1)} for name in ("w4a4", "w4a4+bf16")},
+        {
+            name: {"tool_call": (240, 17, 5), "factual": (100, 7, 1)}
+            for name in ("w4a4", "w4a4+bf16")
+        },
         "loses",
     ),
 }
@@ -107,7 +125,11 @@ def plugin(run):
     """A run whose backend "nv" is the evaluated model: its server answered nothing that is judged."""
     run.aggregates.served["nv"] = documents.ServedSide(model="nv")
     loaded = AssertedRun.__new__(AssertedRun)
-    loaded.folder, loaded.aggregates, loaded.served = run.folder, run.aggregates, run.aggregates.served
+    loaded.folder, loaded.aggregates, loaded.served = (
+        run.folder,
+        run.aggregates,
+        run.aggregates.served,
+    )
     return loaded
 
 
@@ -143,10 +165,16 @@ def test_every_door_shows_the_same_verdict(name, tmp_path):
 
 
 COUNTS = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda c: (120, *c))
-MEMBER = st.fixed_dictionaries({"tool_call": COUNTS, "factual": COUNTS, "non_empty": st.just((60, 0, 0))})
+MEMBER = st.fixed_dictionaries(
+    {"tool_call": COUNTS, "factual": COUNTS, "non_empty": st.just((60, 0, 0))}
+)
 
 
-@settings(deadline=None, max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=examples(15),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.fixed_dictionaries({name: MEMBER for name in ("w4a4", "w4a4+bf16", "w4a16")}))
 def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
     shown, accepted, failed = doors(members, tmp_path_factory.mktemp("doors") / "run")
@@ -192,18 +220,27 @@ def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
 def test_an_evaluation_that_is_added_to_a_benchmark_is_part_of_its_decision(tmp_path):
     """bench writes its verdict; `eval --output RUN/eval/nvfp4.json` adds an arithmetic that loses what the server keeps."""
     served = {
-        name: documents.ServedSide(model=name, gates=tabulate(old for old, _ in rows({}))) for name in ("bf16", "nvfp4")
+        name: documents.ServedSide(model=name, gates=tabulate(old for old, _ in rows({})))
+        for name in ("bf16", "nvfp4")
     }
     own = side(documents.OfflineSide, {})
     decision.judge_sides({"served": own})
     served["nvfp4"].judged_by, served["nvfp4"].paired = "bf16", own.paired
-    aggregates = documents.Aggregates(served=served, roles=documents.Roles(candidate="nvfp4", reference="bf16"))
-    documents.write_run(tmp_path, documents.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
+    aggregates = documents.Aggregates(
+        served=served, roles=documents.Roles(candidate="nvfp4", reference="bf16")
+    )
+    documents.write_run(
+        tmp_path, documents.Run(aggregates=aggregates, verdict=judge.verdict(aggregates))
+    )
     assert load(tmp_path).verdict.outcome == "keeps"
     (tmp_path / "eval").mkdir()
     document = judge.judge_evaluation(evaluation({"w4a4": {"tool_call": (240, 58, 0)}}))
     (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(document.to_dict()))
     shown = load(tmp_path).verdict
-    assert shown.outcome == "undecided" and not shown.passed and "annie-quant report DIR --judge" in shown.sentence
+    assert (
+        shown.outcome == "undecided"
+        and not shown.passed
+        and "annie-quant report DIR --judge" in shown.sentence
+    )
     write_judgement(tmp_path)
     assert load(tmp_path).verdict.outcome == "fragile"

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, chi2
 
 from annie_quant.judge.pairing import pair_checks, sign_flips
-from annie_quant.judge.statistics import detectable_loss, least_n, mcnemar, mid_p, score_interval, wilson
+from annie_quant.judge.statistics import (
+    detectable_loss,
+    least_n,
+    mcnemar,
+    mid_p,
+    score_interval,
+    wilson,
+)
 
 # (lost, won, n, confidence, low, high, digits). Sources:
 #   Cavo 2012 and Bentur 2009: Fagerland, Lydersen, Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8, and the
@@ -56,7 +63,9 @@ def square_and_add_interval(
         return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
 
     difference = ours - theirs
-    return difference - distance(ours - low_a, high_b - theirs), difference + distance(high_a - ours, theirs - low_b)
+    return difference - distance(ours - low_a, high_b - theirs), difference + distance(
+        high_a - ours, theirs - low_b
+    )
 
 
 def test_the_second_interval_is_newcombes():
@@ -64,7 +73,9 @@ def test_the_second_interval_is_newcombes():
     assert [round(x, 4) for x in square_and_add_interval(59, 16, 6, 80, 0.95)] == [-0.1186, -0.0046]
 
 
-@pytest.mark.parametrize(("both", "lost", "won", "neither"), [(85, 8, 3, 4), (180, 30, 12, 18), (400, 10, 9, 86)])
+@pytest.mark.parametrize(
+    ("both", "lost", "won", "neither"), [(85, 8, 3, 4), (180, 30, 12, 18), (400, 10, 9, 86)]
+)
 def test_both_intervals_agree(both, lost, won, neither):
     n = both + lost + won + neither
     first, second = score_interval(lost, won, n), square_and_add_interval(both, lost, won, neither)
@@ -82,22 +93,33 @@ def test_no_change_has_the_closed_form():
         score_interval(3, 3, 5)
 
 
-@given(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 400)).filter(lambda c: sum(c)))
+@given(
+    st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 400)).filter(lambda c: sum(c))
+)
 def test_the_interval_contains_the_difference_and_mirrors(counts):
     lost, won, same = counts
     n = lost + won + same
     low, high = score_interval(lost, won, n)
     assert -1 <= low <= (won - lost) / n + 1e-9 and (won - lost) / n - 1e-9 <= high <= 1
     mirrored = score_interval(won, lost, n)
-    assert mirrored[0] == pytest.approx(-high, abs=1e-6) and mirrored[1] == pytest.approx(-low, abs=1e-6)
+    assert mirrored[0] == pytest.approx(-high, abs=1e-6) and mirrored[1] == pytest.approx(
+        -low, abs=1e-6
+    )
     wider = score_interval(lost, won, n, 0.99)
     assert wider[0] <= low + 1e-9 and wider[1] >= high - 1e-9
 
 
-@pytest.mark.parametrize(("n", "change", "loss"), [(100, 0.02, 0.05), (240, 0.1, 0.05), (240, 0.05, 0.0)])
+@pytest.mark.parametrize(
+    ("n", "change", "loss"), [(100, 0.02, 0.05), (240, 0.1, 0.05), (240, 0.05, 0.0)]
+)
 def test_coverage_of_the_interval(n, change, loss):
-    draws = np.random.default_rng(1).multinomial(n, [change + loss, change, 1 - 2 * change - loss], 2000)
-    inside = sum(low <= -loss <= high for low, high in (score_interval(int(a), int(b), n) for a, b, _ in draws))
+    draws = np.random.default_rng(1).multinomial(
+        n, [change + loss, change, 1 - 2 * change - loss], 2000
+    )
+    inside = sum(
+        low <= -loss <= high
+        for low, high in (score_interval(int(a), int(b), n) for a, b, _ in draws)
+    )
     assert 0.87 <= inside / 2000 <= 0.95
 
 
@@ -116,7 +138,11 @@ def test_mcnemar_of_a_published_table():
 def test_the_mid_p_of_published_tables():
     """Bentur 2009 and Cavo 2012 in Fagerland, Lydersen, Laake (BMC Medical Research Methodology 13:91, 2013): .039 and .035."""
     assert round(2 * mid_p(7, 1), 3) == 0.039 and round(2 * mid_p(16, 6), 3) == 0.035
-    assert mid_p(0, 0) == 1 and mid_p(5, 5) == pytest.approx(0.5) and 0 < mid_p(1100, 900) < mcnemar(1100, 900)
+    assert (
+        mid_p(0, 0) == 1
+        and mid_p(5, 5) == pytest.approx(0.5)
+        and 0 < mid_p(1100, 900) < mcnemar(1100, 900)
+    )
 
 
 def test_the_detectable_loss_has_its_power():
@@ -180,7 +206,10 @@ def test_without_a_difference_the_permutation_p_is_valid():
     small = 0
     for run in range(300):
         changes = [
-            (sign, dict.fromkeys(("factual", "stop") if rng.random() < 0.5 else ("tool_call",), sign))
+            (
+                sign,
+                dict.fromkeys(("factual", "stop") if rng.random() < 0.5 else ("tool_call",), sign),
+            )
             for sign in rng.choice((-1, 1), 20).tolist()
         ]
         small += sign_flips(changes, flips=499, seed=run)[2] < 0.05
@@ -192,12 +221,19 @@ def test_the_pooled_p_by_enumeration():
     rng = np.random.default_rng(5)
     for _ in range(4):
         signs = rng.choice((-1, 1), 9, p=(0.8, 0.2)).tolist()
-        gates = [rng.choice(("factual", "stop", "tool_call"), rng.integers(1, 4), replace=False) for _ in signs]
+        gates = [
+            rng.choice(("factual", "stop", "tool_call"), rng.integers(1, 4), replace=False)
+            for _ in signs
+        ]
         changes = [
-            (s * int(rng.integers(0, 2)), dict.fromkeys(g.tolist(), s)) for s, g in zip(signs, gates, strict=True)
+            (s * int(rng.integers(0, 2)), dict.fromkeys(g.tolist(), s))
+            for s, g in zip(signs, gates, strict=True)
         ]
         every = [three_statistics(changes, flips) for flips in itertools.product((1, -1), repeat=9)]
-        p = [[np.mean([other[i] >= row[i] - 1e-9 for other in every]) for i in range(3)] for row in every]
+        p = [
+            [np.mean([other[i] >= row[i] - 1e-9 for other in every]) for i in range(3)]
+            for row in every
+        ]
         joint = np.mean([min(row) <= min(p[0]) + 1e-12 for row in p])
         largest, fisher, both = sign_flips(changes)
         assert (largest, fisher, both) == pytest.approx((p[0][1], p[0][2], joint), abs=0.03)

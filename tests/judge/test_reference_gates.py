@@ -38,7 +38,9 @@ WORKLOAD = build_workload(
         "cases": [{"id": "a", "messages": [{"role": "user", "content": "light"}]}],
     }
 )
-WORDS = Answer("The light in the hall is on, and it is warm.", finish_reason="stop", completion_tokens=12)
+WORDS = Answer(
+    "The light in the hall is on, and it is warm.", finish_reason="stop", completion_tokens=12
+)
 
 
 def call(name="set_light", finish="tool_calls", text="", **arguments):
@@ -52,7 +54,11 @@ def gates_of(answer, reference):
 
 
 def failing(answer, reference):
-    return {name for name, fault in gates_of(answer, reference).items() if fault and not GATES[name].two_sided}
+    return {
+        name
+        for name, fault in gates_of(answer, reference).items()
+        if fault and not GATES[name].two_sided
+    }
 
 
 def test_an_answer_passes_against_itself_and_nothing_applies_without_a_reference():
@@ -68,19 +74,35 @@ def test_an_answer_passes_against_itself_and_nothing_applies_without_a_reference
     [
         (WORDS, call(room="hall"), {"same_tool", "same_arguments"}),
         (call(room="hall"), WORDS, {"same_tool", "same_decline", "same_text"}),
-        (call("other", room="hall"), call(room="hall"), {"same_tool", "same_arguments", "same_validity"}),
+        (
+            call("other", room="hall"),
+            call(room="hall"),
+            {"same_tool", "same_arguments", "same_validity"},
+        ),
         (call(room="attic"), call(room="hall"), {"same_arguments"}),
         (call(level=3), call(room="hall"), {"same_arguments", "same_validity"}),
         (replace(WORDS, text="- **light**\n- hall"), WORDS, {"same_markdown"}),
         (WORDS, replace(WORDS, text="- **one** light\n- two words"), {"same_markdown"}),
-        (replace(WORDS, text="This sentence answers everything that was asked."), WORDS, {"same_text"}),
+        (
+            replace(WORDS, text="This sentence answers everything that was asked."),
+            WORDS,
+            {"same_text"},
+        ),
         (replace(WORDS, text="<think>hm</think> " + WORDS.text), WORDS, {"same_thinking"}),
-        (replace(WORDS, text="Das Licht ist an und es ist nicht zu warm, ich mag das."), WORDS, {"same_language"}),
+        (
+            replace(WORDS, text="Das Licht ist an und es ist nicht zu warm, ich mag das."),
+            WORDS,
+            {"same_language"},
+        ),
         (replace(WORDS, finish_reason="length"), WORDS, {"same_stop"}),
         (replace(WORDS, text="on " * 30), WORDS, {"same_text"}),
         (replace(WORDS, text=" "), WORDS, {"same_text"}),
         (replace(WORDS, completion_tokens=60), WORDS, {"same_length"}),
-        (replace(WORDS, completion_tokens=3), replace(WORDS, completion_tokens=90), {"same_length"}),
+        (
+            replace(WORDS, completion_tokens=3),
+            replace(WORDS, completion_tokens=90),
+            {"same_length"},
+        ),
     ],
 )
 def test_each_kind_of_change_fails_its_gate(answer, reference, expected):
@@ -132,7 +154,11 @@ def test_a_planted_loss_of_tool_calls_fails_and_none_passes():
 
     def verdict(lost):
         answers = [
-            (WORKLOAD, replace(WORKLOAD.cases[0], reference=r), WORDS if r.tool_calls and rng.random() < lost else r)
+            (
+                WORKLOAD,
+                replace(WORKLOAD.cases[0], reference=r),
+                WORDS if r.tool_calls and rng.random() < lost else r,
+            )
             for r in references
         ]
         return judge.gate_table(answers)["same_tool"].verdict
@@ -159,12 +185,18 @@ def test_a_tool_never_called_by_bf16_and_a_base_model_are_named():
     def case(name):
         return replace(WORKLOAD.cases[0], expect={"logged": {"calls": [name]}})
 
-    answers = [(WORKLOAD, case("set_light"), call(room="a")), (WORKLOAD, case("rare"), call(room="a"))] * 3
+    answers = [
+        (WORKLOAD, case("set_light"), call(room="a")),
+        (WORKLOAD, case("rare"), call(room="a")),
+    ] * 3
     assert reference_notes(answers, {}) == [
         "rare is never called by bf16 itself (3 prompts): nothing about it can be judged"
     ]
     base = [(WORKLOAD, case("set_light"), WORDS)] * 6
-    assert "calls no tool in 6 prompts" in reference_notes(base, {})[0] and "base model" in reference_notes(base, {})[0]
+    assert (
+        "calls no tool in 6 prompts" in reference_notes(base, {})[0]
+        and "base model" in reference_notes(base, {})[0]
+    )
     assert expected_tools(case("rare")) == ["rare"]
 
 
@@ -187,14 +219,21 @@ def test_a_label_that_bf16_itself_fails_tests_nothing():
     own = [call(room="a")] * 80
     verdict, gates, _ = paired(own, own, workload, case)
     assert judge.gate_table((workload, case, a) for a in own)["abstention"].meets == "fail"
-    assert (gates["abstention"].passed, gates["abstention"].lost, gates["abstention"].verdict) == (0, 0, "undecided")
+    assert (gates["abstention"].passed, gates["abstention"].lost, gates["abstention"].verdict) == (
+        0,
+        0,
+        "undecided",
+    )
     assert "decline" in verdict.not_tested
 
 
 @pytest.mark.parametrize(("met", "standing"), [(0, "undecided"), (7, "undecided"), (8, "keeps")])
 def test_a_label_that_bf16_meets_in_fewer_than_a_tenth_keeps_nothing(met, standing):
     """Every other gate keeps: with no label left the verdict is undecided, and it names the gate with its counts."""
-    counts = {name: PairedGate(80, 0, 0, passed=80) for name in ("stop", "same_tool", "same_decline", "abstention")}
+    counts = {
+        name: PairedGate(80, 0, 0, passed=80)
+        for name in ("stop", "same_tool", "same_decline", "abstention")
+    }
     counts["abstention"] = PairedGate(80, 0, 0, passed=met)
     verdict = judge.judge_members({"w4a4": counts, "w4a16": counts})
     assert verdict.verdict == standing
@@ -210,9 +249,14 @@ def test_the_pair_of_a_reference_gate_is_bf16s_pass_and_the_checkpoints():
     after = [WORDS if i % 8 == 1 else r for i, r in enumerate(references)]
     verdict, gates, _ = paired(after, references)
     assert (gates["same_tool"].n, gates["same_tool"].lost, gates["same_tool"].won) == (160, 20, 0)
-    assert (gates["same_arguments"].n, gates["same_arguments"].lost) == (80, 20)  # bf16 calls in 80 prompts
+    assert (gates["same_arguments"].n, gates["same_arguments"].lost) == (
+        80,
+        20,
+    )  # bf16 calls in 80 prompts
     assert gates["same_tool"].margin == 0.05
-    assert verdict.verdict == "loses" and {"same_tool", "same_arguments"} <= set(verdict.members["w4a4"].loses)
+    assert verdict.verdict == "loses" and {"same_tool", "same_arguments"} <= set(
+        verdict.members["w4a4"].loses
+    )
     verdict, gates, _ = paired(references, references)
     assert verdict.verdict == "keeps" and {g.lost for g in gates.values()} == {0}
 
@@ -232,7 +276,9 @@ def test_a_gate_that_bf16_rarely_reaches_leaves_the_verdict_open_only_where_answ
     verdict, gates, _ = paired(references, references)
     assert gates["same_arguments"].n == 3 and verdict.verdict == "keeps"
     verdict, _, _ = paired([call(room="b"), *references[1:]], references)
-    assert verdict.verdict == "undecided" and verdict.members["w4a4"].undecided == ["same_arguments"]
+    assert verdict.verdict == "undecided" and verdict.members["w4a4"].undecided == [
+        "same_arguments"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -57,15 +57,21 @@ def test_a_gate_that_compares_with_the_reference_loses_only_beyond_the_margin():
     """Two runs of one model change 2 to 3 % of the answers, and each change is a loss to such a gate."""
     assert verdict_of(same_text=(200, 5, 0)) == "undecided"  # was "loses": McNemar's p is 3 %
     assert verdict_of(same_text=(200, 3, 0)) == "keeps"
-    assert verdict_of(same_text=(200, 14, 0)) == "undecided"  # 7 %: the interval's upper bound is -4.5 points
+    assert (
+        verdict_of(same_text=(200, 14, 0)) == "undecided"
+    )  # 7 %: the interval's upper bound is -4.5 points
     assert verdict_of(same_text=(200, 18, 0)) == "loses"  # 9 %: -6.1 points, p = .013
     assert verdict_of(tool_call=(200, 14, 0)) == "loses", "gates with labels lose against zero"
 
 
 def test_the_p_of_a_gate_that_compares_with_the_reference_is_of_a_loss_above_the_margin():
     pairs = judged(same_tool=(200, 18, 0), same_text=(100, 3, 0))
-    assert pairs["same_tool"].p == pytest.approx(binomtest(18, 200, 0.05, alternative="greater").pvalue)
-    assert pairs["same_tool"].p_holm == pytest.approx(2 * pairs["same_tool"].p), "each such gate counts"
+    assert pairs["same_tool"].p == pytest.approx(
+        binomtest(18, 200, 0.05, alternative="greater").pvalue
+    )
+    assert pairs["same_tool"].p_holm == pytest.approx(2 * pairs["same_tool"].p), (
+        "each such gate counts"
+    )
     assert pairs["same_text"].p > 0.5
 
 
@@ -76,8 +82,12 @@ def test_the_figures_next_to_a_gate_that_compares_with_the_reference_use_its_rul
     assert 200 < needed < 600
     assert binomtest(int(0.07 * needed), needed, 0.05, alternative="greater").pvalue < 0.05
     assert score_interval(0.07 * needed, 0, needed)[1] < -0.05 <= score_interval(14, 0, 200)[1]
-    assert 0.08 < pairs["same_tool"].detectable < 0.12, "5 points of margin, and what 200 prompts find beyond them"
-    few = judged(same_tool=(50, 6, 0))  # 12 %: a loss against zero at 5 % / looks, not against the margin
+    assert 0.08 < pairs["same_tool"].detectable < 0.12, (
+        "5 points of margin, and what 200 prompts find beyond them"
+    )
+    few = judged(
+        same_tool=(50, 6, 0)
+    )  # 12 %: a loss against zero at 5 % / looks, not against the margin
     assert rule.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
     assert rule.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
 
@@ -89,10 +99,20 @@ def member_of_one(gate, n, lost):
 
 def test_leaks_and_empty_answers_have_no_margin():
     assert GATES["thinking_leak"].margin == GATES["non_empty"].margin == 0
-    assert {gate.margin for gate in GATES.values() if gate.name not in ("thinking_leak", "non_empty")} == {0.05}
-    assert verdict_of(thinking_leak=(505, 1, 0)) == "undecided", "no keep, and no proof of a loss either"
-    assert verdict_of(thinking_leak=(505, 0, 0)) == "keeps" and verdict_of(thinking_leak=(51, 0, 0)) == "undecided"
-    assert verdict_of(thinking_leak=(505, 4, 0)) == "undecided" and verdict_of(thinking_leak=(505, 5, 0)) == "loses"
+    assert {
+        gate.margin for gate in GATES.values() if gate.name not in ("thinking_leak", "non_empty")
+    } == {0.05}
+    assert verdict_of(thinking_leak=(505, 1, 0)) == "undecided", (
+        "no keep, and no proof of a loss either"
+    )
+    assert (
+        verdict_of(thinking_leak=(505, 0, 0)) == "keeps"
+        and verdict_of(thinking_leak=(51, 0, 0)) == "undecided"
+    )
+    assert (
+        verdict_of(thinking_leak=(505, 4, 0)) == "undecided"
+        and verdict_of(thinking_leak=(505, 5, 0)) == "loses"
+    )
     # A leak that bf16 has on other prompts is not new: the usual margin decides.
     assert verdict_of(thinking_leak=(505, 2, 2)) == "keeps"
     assert verdict_of(thinking_leak=(505, 80, 2)) == "loses"
@@ -100,16 +120,26 @@ def test_leaks_and_empty_answers_have_no_margin():
 
 def test_one_leak_under_one_arithmetic_is_not_fragile():
     """Two new models, naive, 180 prompts (2026-11-22): one answer leaked in one of four arithmetics, another one in each model."""
-    members = {f"w4a4+{i}": member(thinking_leak=(180, int(i == 3), 0), non_empty=(180, 0, 0)) for i in range(4)}
+    members = {
+        f"w4a4+{i}": member(thinking_leak=(180, int(i == 3), 0), non_empty=(180, 0, 0))
+        for i in range(4)
+    }
     assert judge.judge_members(members).verdict == "undecided"
-    assert judge.judge_members({**members, "w4a4+3": member(thinking_leak=(180, 9, 0))}).verdict == "fragile"
+    assert (
+        judge.judge_members({**members, "w4a4+3": member(thinking_leak=(180, 9, 0))}).verdict
+        == "fragile"
+    )
 
 
 def test_the_prompts_that_would_decide_a_gate_without_a_margin():
     few, one, five = (judged(thinking_leak=row) for row in ((10, 0, 0), (180, 1, 0), (180, 5, 0)))
     assert few["thinking_leak"].n_to_decide == 52 and five["thinking_leak"].n_to_decide is None
-    assert one["thinking_leak"].n_to_decide == 900, "at this rate five lost answers, which are significant"
-    assert not rule.decided_at("thinking_leak", one["thinking_leak"], 0.05), "more prompts can decide"
+    assert one["thinking_leak"].n_to_decide == 900, (
+        "at this rate five lost answers, which are significant"
+    )
+    assert not rule.decided_at("thinking_leak", one["thinking_leak"], 0.05), (
+        "more prompts can decide"
+    )
     assert rule.decided_at("thinking_leak", five["thinking_leak"], 0.05)
     assert not rule.decided_at("thinking_leak", few["thinking_leak"], 0.05)
 
@@ -119,11 +149,17 @@ def test_at_most_5_percent_lose_by_leaks_that_both_sides_have():
     rng = np.random.default_rng(0)
     before, after = rng.random((2, 1000, 240)) < 0.003
     verdicts = [
-        verdict_of(thinking_leak=(240, int((b & ~a).sum()), int((a & ~b).sum())), non_empty=(240, 0, 0))
+        verdict_of(
+            thinking_leak=(240, int((b & ~a).sum()), int((a & ~b).sum())), non_empty=(240, 0, 0)
+        )
         for a, b in zip(before, after, strict=True)
     ]
     assert verdicts.count("loses") <= 50
-    assert all(v != "keeps" for v, a, b in zip(verdicts, before, after, strict=True) if b.any() and not a.any())
+    assert all(
+        v != "keeps"
+        for v, a, b in zip(verdicts, before, after, strict=True)
+        if b.any() and not a.any()
+    )
 
 
 def test_a_checkpoint_never_loses_what_bf16_misses():
@@ -131,21 +167,34 @@ def test_a_checkpoint_never_loses_what_bf16_misses():
     rows = [({"factual": i < 60}, {"factual": i < 60}) for i in range(300)]
     pairs, _ = pair_checks(rows)
     table = rule.apply(tabulate(new for _, new in rows), judge_gates({"w4a4": pairs})[0]["w4a4"])
-    assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == ("pass", "fail", "R25")
+    assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == (
+        "pass",
+        "fail",
+        "R25",
+    )
 
 
 def test_gates_count_that_could_be_significant():
     alone = judged(tool_call=(100, 9, 2))
-    assert alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048 - 55 / 4096), "McNemar's mid-p"
+    assert (
+        alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048 - 55 / 4096)
+    ), "McNemar's mid-p"
     assert alone["tool_call"].verdict == "loses"
-    several = judged(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
+    several = judged(
+        tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0)
+    )
     assert several["tool_call"].verdict == "loses" and several["factual"].p_holm is None
     members = {
-        f"w4a4+{i}": member(tool_call=counts) for i, counts in enumerate([(100, 9, 2), (100, 6, 6), (100, 5, 5)])
+        f"w4a4+{i}": member(tool_call=counts)
+        for i, counts in enumerate([(100, 9, 2), (100, 6, 6), (100, 5, 5)])
     }
-    assert judge.judge_members(members).verdict == "undecided", "the level is that of the whole ensemble"
+    assert judge.judge_members(members).verdict == "undecided", (
+        "the level is that of the whole ensemble"
+    )
     equal = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
-    assert judge.judge_members(equal).verdict == "loses", "the same loss in each of them counts once"
+    assert judge.judge_members(equal).verdict == "loses", (
+        "the same loss in each of them counts once"
+    )
 
 
 def test_a_sure_loss_within_the_margin_keeps_the_gate():
@@ -156,11 +205,20 @@ def test_a_sure_loss_within_the_margin_keeps_the_gate():
 @pytest.mark.parametrize("gate", ["same_language", "same_tool", "call_rate", "non_empty"])
 def test_a_gate_that_no_other_gate_tests_needs_its_own_answers(gate):
     """With 10 points lost, 51 answers have at most two lost ones in 10.4 % of draws; with 20 answers at most one in 39.2 %."""
-    others = {name: (100, 0, 0) for name in ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual")}
+    others = {
+        name: (100, 0, 0)
+        for name in ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual")
+    }
     for n, lost in ((51, 2), (20, 1), (10, 0), (9, 1)):
         assert verdict_of(**others, **{gate: (n, lost, 0)}) == "undecided"
-    assert verdict_of(**others, **{gate: (52, 0, 0)}) == verdict_of(**others, **{gate: (9, 0, 0)}) == "keeps"
-    assert verdict_of(**others, same_validity=(51, 2, 0)) == "keeps", "an invalid call fails tool_call too"
+    assert (
+        verdict_of(**others, **{gate: (52, 0, 0)})
+        == verdict_of(**others, **{gate: (9, 0, 0)})
+        == "keeps"
+    )
+    assert verdict_of(**others, same_validity=(51, 2, 0)) == "keeps", (
+        "an invalid call fails tool_call too"
+    )
 
 
 def test_small_losses_in_many_gates_are_a_pooled_loss():
@@ -170,7 +228,9 @@ def test_small_losses_in_many_gates_are_a_pooled_loss():
     pairs, pooled = pair_checks(rows)
     verdict = judge.judge_members({"w4a4": pairs}, {"w4a4": pooled})
     assert verdict.verdict == "loses" and verdict.members["w4a4"].loses == ["all"]
-    assert {pair.verdict for pair in judge_gates({"w4a4": pairs})[0]["w4a4"].values()} == {"undecided"}
+    assert {pair.verdict for pair in judge_gates({"w4a4": pairs})[0]["w4a4"].values()} == {
+        "undecided"
+    }
     assert "20 right answers lost and 0 won of 500" in " ".join(verdict.reasons)
     assert "all gates together" in verdict.sentence
 
@@ -214,15 +274,27 @@ def test_a_perturbed_arithmetic_gets_a_reason_only_where_its_verdict_differs():
         }
     )
     reasons = [line.split(" lost")[0] for line in verdict.reasons]
-    assert reasons == ["w4a4: tool calls loses: 58", "w4a4+perm1: factual undecided: 3", "w4a16: tool calls loses: 40"]
-    assert verdict.sentence.startswith("Loses tool calls under w4a4, w4a4+perm1, w4a16; not tested: decline, ")
+    assert reasons == [
+        "w4a4: tool calls loses: 58",
+        "w4a4+perm1: factual undecided: 3",
+        "w4a16: tool calls loses: 40",
+    ]
+    assert verdict.sentence.startswith(
+        "Loses tool calls under w4a4, w4a4+perm1, w4a16; not tested: decline, "
+    )
 
 
 def test_all_members_lose_or_one_is_undecided():
     lost, outcomes, open_ = ((240, 58, 0), (240, 0, 0), (240, 12, 6))
     assert judge.judge_members({k: member(tool_call=lost) for k in "ab"}).verdict == "loses"
-    assert judge.judge_members({"a": member(tool_call=lost), "b": member(tool_call=open_)}).verdict == "loses"
-    assert judge.judge_members({"a": member(tool_call=outcomes), "b": member(tool_call=open_)}).verdict == "undecided"
+    assert (
+        judge.judge_members({"a": member(tool_call=lost), "b": member(tool_call=open_)}).verdict
+        == "loses"
+    )
+    assert (
+        judge.judge_members({"a": member(tool_call=outcomes), "b": member(tool_call=open_)}).verdict
+        == "undecided"
+    )
     assert judge.judge_members({}).verdict == "undecided"
     assert judge.judge_members({"a": member(tool_call_raw=lost)}).verdict == "undecided", (
         "advisory gates decide nothing"
@@ -233,7 +305,11 @@ def test_the_n_that_decides():
     pairs = judged(tool_call=(100, 2, 0), factual=(20, 0, 0), thinking_leak=(10, 0, 0))
     needed = pairs["tool_call"].n_to_decide
     assert 100 < needed < 300
-    assert score_interval(0.02 * needed, 0, needed)[0] > -0.05 >= score_interval(0.02 * (needed - 1), 0, needed - 1)[0]
+    assert (
+        score_interval(0.02 * needed, 0, needed)[0]
+        > -0.05
+        >= score_interval(0.02 * (needed - 1), 0, needed - 1)[0]
+    )
     assert pairs["factual"].n_to_decide == 52 and pairs["thinking_leak"].n_to_decide == 52
     exact = member(tool_call=(100, 5, 0))
     assert judge.judge_members({"w4a4": exact}).verdict == "loses"
@@ -300,6 +376,8 @@ def test_a_loss_of_ten_points_is_found():
 def test_documents_keep_the_verdict_and_old_ones_get_one():
     pooled = PooledGates(n=10, lost=0, won=0)
     verdict = judge.judge_members({"w4a4": member(tool_call=(240, 58, 0))}, {"w4a4": pooled})
-    assert documents.convert(documents.PairedVerdict, json.loads(documents.encode(verdict))) == verdict
+    assert (
+        documents.convert(documents.PairedVerdict, json.loads(documents.encode(verdict))) == verdict
+    )
     old = documents.convert(PairedGate, {"n": 240, "lost": 58, "won": 0, "p": 1e-17})
     assert judge.judge_members({"w4a4": {"tool_call": old}}).verdict == "loses"

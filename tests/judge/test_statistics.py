@@ -29,7 +29,9 @@ def test_wilson_agrees_with_scipy(n):
     for passes in sorted({0, 1, n // 3, n // 2, n - 1, n} & set(range(n + 1))):
         for confidence in (0.9, 0.95, 0.99):
             theirs = binomtest(passes, n).proportion_ci(confidence, method="wilson")
-            assert wilson(passes, n, confidence) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+            assert wilson(passes, n, confidence) == pytest.approx(
+                (theirs.low, theirs.high), abs=1e-12
+            )
 
 
 def test_wilson_of_no_answers_and_of_invalid_counts():
@@ -62,7 +64,9 @@ def test_wilson_coverage(n):
 def test_median_interval_agrees_with_scipys_bootstrap(n):
     """The same distribution of resampled medians, drawn differently: bounds agree up to chance."""
     values = np.random.default_rng(n).lognormal(size=n)
-    theirs = bootstrap((values,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1))
+    theirs = bootstrap(
+        (values,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
+    )
     low, high = median_interval(values, resamples=20_000)
     ordered = np.sort(values)
     step = np.diff(ordered, prepend=ordered[0], append=ordered[-1]).max() / 2 + 1e-9
@@ -133,15 +137,21 @@ def test_holm_by_hand():
 
 
 def test_holm_and_power_agree_with_statsmodels():
-    multitest = pytest.importorskip("statsmodels.stats.multitest", reason="statsmodels is not installed")
+    multitest = pytest.importorskip(
+        "statsmodels.stats.multitest", reason="statsmodels is not installed"
+    )
     power = pytest.importorskip("statsmodels.stats.power")
     rng = np.random.default_rng(1)
     for size in (1, 2, 7, 60):
         p = rng.uniform(0, 0.2, size)
         assert holm(list(p)) == pytest.approx(list(multitest.multipletests(p, method="holm")[1]))
-        assert hommel(list(p)) == pytest.approx(list(multitest.multipletests(p, method="hommel")[1]))
+        assert hommel(list(p)) == pytest.approx(
+            list(multitest.multipletests(p, method="hommel")[1])
+        )
     for effect in (0.2, 0.5, 1.0):
-        theirs = power.TTestPower().solve_power(effect_size=effect, alpha=0.05, power=0.8, alternative="two-sided")
+        theirs = power.TTestPower().solve_power(
+            effect_size=effect, alpha=0.05, power=0.8, alternative="two-sided"
+        )
         assert abs(prompts_to_decide(1.0, effect) - theirs) < 4
 
 
@@ -154,7 +164,10 @@ def two_sides(rng, prompts, shift, metrics=6):
 
 def family(rng, prompts, shift):
     a, b = two_sides(rng, prompts, shift)
-    rows = [compare(dict(enumerate(x)), dict(enumerate(y)), resamples=50) for x, y in zip(a, b, strict=True)]
+    rows = [
+        compare(dict(enumerate(x)), dict(enumerate(y)), resamples=50)
+        for x, y in zip(a, b, strict=True)
+    ]
     return [p < 0.05 for p in holm([row.p for row in rows])]
 
 
@@ -174,7 +187,11 @@ def test_prompts_to_decide_gives_the_stated_power():
     rng = np.random.default_rng(5)
     n = prompts_to_decide(1.0, 0.5)
     hits = sum(
-        compare({i: [0.0] for i in range(n)}, {i: [d] for i, d in enumerate(rng.normal(0.5, 1, n))}, resamples=20).p
+        compare(
+            {i: [0.0] for i in range(n)},
+            {i: [d] for i, d in enumerate(rng.normal(0.5, 1, n))},
+            resamples=20,
+        ).p
         < 0.05
         for _ in range(300)
     )
@@ -197,7 +214,10 @@ def closed_simes(p_values):
     """Hommel's adjustment by its definition: of each hypothesis, the largest Simes p of all sets that contain it."""
     n = len(p_values)
     sets = [s for size in range(1, n + 1) for s in itertools.combinations(range(n), size)]
-    simes = {s: min(len(s) * p / k for k, p in enumerate(sorted(p_values[i] for i in s), 1)) for s in sets}
+    simes = {
+        s: min(len(s) * p / k for k, p in enumerate(sorted(p_values[i] for i in s), 1))
+        for s in sets
+    }
     return [max(simes[s] for s in sets if i in s) for i in range(n)]
 
 
@@ -205,12 +225,18 @@ def test_hommel_is_the_closed_test_of_simes():
     rng = np.random.default_rng(0)
     for size in range(1, 8):
         for _ in range(20):
-            p_values = (rng.random(size) ** rng.choice([1, 3]) * rng.choice([0.1, 1])).round(2).tolist()
+            p_values = (
+                (rng.random(size) ** rng.choice([1, 3]) * rng.choice([0.1, 1])).round(2).tolist()
+            )
             assert hommel(p_values) == pytest.approx(closed_simes(p_values))
-    assert hommel([0.02] * 5) == pytest.approx([0.02] * 5) and holm([0.02] * 5) == pytest.approx([0.1] * 5)
+    assert hommel([0.02] * 5) == pytest.approx([0.02] * 5) and holm([0.02] * 5) == pytest.approx(
+        [0.1] * 5
+    )
     assert hommel([]) == []
     p_values = rng.random(160).tolist()
-    assert all(up <= down + 1e-12 for up, down in zip(hommel(p_values), holm(p_values), strict=True))
+    assert all(
+        up <= down + 1e-12 for up, down in zip(hommel(p_values), holm(p_values), strict=True)
+    )
 
 
 def test_p_of_a_large_loss_is_not_zero() -> None:

@@ -10,7 +10,10 @@ from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.judge.library import build_workload
 
-TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "a", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def test_every_level_of_the_tool_surface_has_the_right_tool():
@@ -49,6 +52,12 @@ def test_these_workloads_are_not_defaults():
     ],
 )
 def test_faults_are_named(change, message):
-    data = {"name": "x", "max_tokens": 5, "gates": [], "tools": [TOOL], "cases": [{"id": "1", "messages": [{}]}]}
+    data = {
+        "name": "x",
+        "max_tokens": 5,
+        "gates": [],
+        "tools": [TOOL],
+        "cases": [{"id": "1", "messages": [{}]}],
+    }
     with pytest.raises(UsageError, match=message):
         build_workload(data | change)

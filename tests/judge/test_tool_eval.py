@@ -47,12 +47,17 @@ def package(results):
         }  # fmt: skip
         return {"scores": {"scenario_results": [result]}}
 
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
     modules = {
         "": SimpleNamespace(__version__="3.0.0"),
         "evals.scenarios": SimpleNamespace(ALL_SCENARIOS=[scenario(name) for name in results]),
         "domain.tools": SimpleNamespace(UNIVERSAL_TOOLS=[tool]),
-        "domain.scenarios": SimpleNamespace(INFRASTRUCTURE_FAILURE_KINDS={"timeout", "server_error"}),
+        "domain.scenarios": SimpleNamespace(
+            INFRASTRUCTURE_FAILURE_KINDS={"timeout", "server_error"}
+        ),
         "api": SimpleNamespace(run_benchmark=run_benchmark),
     }
     return modules, played
@@ -65,7 +70,14 @@ RESULTS = {
 
 def run(tmp_path, server, **options):
     workloads = judge.load_workloads([tool_eval.NAME])
-    return bench.run([bench.Backend("a", server.url)], workloads, tmp_path, warmup=1, with_memory=False, **options)
+    return bench.run(
+        [bench.Backend("a", server.url)],
+        workloads,
+        tmp_path,
+        warmup=1,
+        with_memory=False,
+        **options,
+    )
 
 
 def test_each_scenario_is_one_record_with_the_packages_result(monkeypatch, tmp_path):
@@ -74,15 +86,24 @@ def test_each_scenario_is_one_record_with_the_packages_result(monkeypatch, tmp_p
     with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
         done = run(tmp_path, server, runs=2)
         again = run(tmp_path, server, runs=2)
-    assert sorted(played) == sorted(2 * list(RESULTS)), "no warm-up, and a resumed run plays nothing again"
+    assert sorted(played) == sorted(2 * list(RESULTS)), (
+        "no warm-up, and a resumed run plays nothing again"
+    )
     gate = done.aggregates.served["a"].gates["scenario"]
     assert (gate.passes, gate.n) == (1, 4) and again.requests == 8
-    rows = {r.case: r for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME}
-    assert rows["TC-01"].answer.text == "pass, 2 points: TC-01 pass" and rows["TC-01"].judgement.checks == {
-        "scenario": True
+    rows = {
+        r.case: r for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME
     }
-    assert rows["TC-02"].judgement.faults == {"scenario": "TC-02 partial"} and rows["TC-02"].answer.error is None
-    assert rows["TC-04"].answer.error == "timeout: TC-04 fail" and rows["TC-01"].timings.e2e_ms == 250
+    assert rows["TC-01"].answer.text == "pass, 2 points: TC-01 pass" and rows[
+        "TC-01"
+    ].judgement.checks == {"scenario": True}
+    assert (
+        rows["TC-02"].judgement.faults == {"scenario": "TC-02 partial"}
+        and rows["TC-02"].answer.error is None
+    )
+    assert (
+        rows["TC-04"].answer.error == "timeout: TC-04 fail" and rows["TC-01"].timings.e2e_ms == 250
+    )
     assert [c.code for c in done.aggregates.confounds if c.code == "errors"] == ["errors"]
 
 
@@ -109,11 +130,19 @@ def test_a_benchmark_has_all_scenarios_and_an_evaluation_refuses_them(monkeypatc
     modules, _ = package({f"TC-{i:02d}": ("pass", 2, None) for i in range(69)})
     monkeypatch.setattr(tool_eval, "_package", modules.__getitem__)
     options = BenchOptions(
-        backend_a=("a", "http://127.0.0.1:1"), workloads="factual,tool-eval-bench", n=5, output=tmp_path
+        backend_a=("a", "http://127.0.0.1:1"),
+        workloads="factual,tool-eval-bench",
+        n=5,
+        output=tmp_path,
     )
-    assert {w.name: len(w.cases) for w in workloads_of(options)} == {"factual": 5, "tool-eval-bench": 69}
+    assert {w.name: len(w.cases) for w in workloads_of(options)} == {
+        "factual": 5,
+        "tool-eval-bench": 69,
+    }
     pair = pytest.importorskip("annie_quant.offline.pair", reason="torch is not installed")
-    job = pair.EvaluationJob(checkpoint=tmp_path, reference=tmp_path, workloads=judge.load_workloads([tool_eval.NAME]))
+    job = pair.EvaluationJob(
+        checkpoint=tmp_path, reference=tmp_path, workloads=judge.load_workloads([tool_eval.NAME])
+    )
     with pytest.raises(UsageError, match="plays its scenarios against a server"):
         job.prompts(5)
 
@@ -148,7 +177,8 @@ def guess(body):
 
 def test_all_scenarios_give_what_the_packages_own_runner_gives(tmp_path):
     api = pytest.importorskip(
-        "tool_eval_bench.api", reason="tool-eval-bench is not installed (pip install tool-eval-bench)"
+        "tool_eval_bench.api",
+        reason="tool-eval-bench is not installed (pip install tool-eval-bench)",
     )
     with FakeServer(guess) as server:
         run(tmp_path, server, runs=1)
@@ -162,7 +192,13 @@ def test_all_scenarios_give_what_the_packages_own_runner_gives(tmp_path):
                 wire_format="openai",
             )
         )
-    rows = {r.case: r.answer.text for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME}
+    rows = {
+        r.case: r.answer.text
+        for r in read_records(tmp_path / "records.jsonl")
+        if r.workload == tool_eval.NAME
+    }
     results = own["scores"]["scenario_results"]
-    assert rows == {r["scenario_id"]: f"{r['status']}, {r['points']} points: {r['summary']}" for r in results}
+    assert rows == {
+        r["scenario_id"]: f"{r['status']}, {r['points']} points: {r['summary']}" for r in results
+    }
     assert len({r["status"] for r in results}) == 3, "passes, partial passes and failures"

@@ -12,11 +12,16 @@ from randomised import examples
 from annie_quant import judge
 from annie_quant.judge.answers import form_of
 
-jinja2 = pytest.importorskip("jinja2", reason="the templates are Jinja's: pip install annie-quant[quantize]")
+jinja2 = pytest.importorskip(
+    "jinja2", reason="the templates are Jinja's: pip install annie-quant[quantize]"
+)
 
 TOOL = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}},
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
 }
 # How the templates of Qwen3.5, of Qwen3 and of Llama 3 write the calls of an assistant's message.
 TEMPLATES = {
@@ -64,7 +69,9 @@ def test_what_a_template_writes_is_read_back(form: str, count: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("other", FORMS)
-def test_a_call_in_another_form_is_text_as_it_is_for_the_servers_parser(form: str, other: str) -> None:
+def test_a_call_in_another_form_is_text_as_it_is_for_the_servers_parser(
+    form: str, other: str
+) -> None:
     answer = read(written(other, CALLS[:1]), form)
     assert bool(answer.tool_calls) == (form == other) and bool(answer.text) == (form != other)
 

@@ -17,7 +17,9 @@ def outcomes(rng, shape, sd, mean=0.5):
     p = np.full(shape, mean)
     for axes, value in sd.items():
         size = [n if a in axes else 1 for a, n in enumerate(shape)]
-        p = p + value * rng.uniform(-np.sqrt(3), np.sqrt(3), size)  # bounded, so that nothing is cut off
+        p = p + value * rng.uniform(
+            -np.sqrt(3), np.sqrt(3), size
+        )  # bounded, so that nothing is cut off
     assert p.min() >= 0 and p.max() <= 1
     return (rng.random(shape) < p).astype(float)
 
@@ -36,18 +38,26 @@ def test_the_sums_of_squares_are_those_of_the_regression_on_dummies():
 
     def explained(models):
         columns = np.hstack([np.ones((len(flat), 1)), *(dummies(m) for m in models)])
-        return float(np.sum((columns @ np.linalg.lstsq(columns, flat, rcond=None)[0] - flat.mean()) ** 2))
+        return float(
+            np.sum((columns @ np.linalg.lstsq(columns, flat, rcond=None)[0] - flat.mean()) ** 2)
+        )
 
     for axes, (square, freedom) in mean_squares(values).items():
         smaller = [c for size in range(1, len(axes)) for c in itertools.combinations(axes, size)]
-        assert square * freedom == pytest.approx(explained([*smaller, axes]) - explained(smaller), abs=1e-9)
+        assert square * freedom == pytest.approx(
+            explained([*smaller, axes]) - explained(smaller), abs=1e-9
+        )
         assert freedom == np.prod([values.shape[a] - 1 for a in axes])
 
 
 def test_the_mean_squares_are_those_of_statsmodels():
     """anova_lm of "y ~ C(p)*C(c)+C(p)*C(a)+C(c)*C(a)" in statsmodels 0.15.0; its MixedLM (REML) gave the components below."""
     rng, (n_p, n_c, n_a) = np.random.default_rng(0), (12, 4, 3)
-    values = rng.normal(0, 0.3, (n_p, 1, 1)) + rng.normal(0, 0.2, (1, n_c, 1)) + rng.normal(0, 0.1, (1, 1, n_a))
+    values = (
+        rng.normal(0, 0.3, (n_p, 1, 1))
+        + rng.normal(0, 0.2, (1, n_c, 1))
+        + rng.normal(0, 0.1, (1, 1, n_a))
+    )
     values = values + rng.normal(0, 0.15, (n_p, n_c, 1)) + rng.normal(0, 0.2, (n_p, n_c, n_a))
     expected = {
         (0,): 0.8145774717556407,
@@ -58,9 +68,15 @@ def test_the_mean_squares_are_those_of_statsmodels():
         (1, 2): 0.08069322039727121,
         (0, 1, 2): 0.03651639391720718,
     }
-    assert {axes: square for axes, (square, _) in mean_squares(values).items()} == pytest.approx(expected)
+    assert {axes: square for axes, (square, _) in mean_squares(values).items()} == pytest.approx(
+        expected
+    )
     components = spread(values, FACTORS).components
-    for name, reml in (("prompts", 0.0616), ("calibration", 0.0228), ("prompts × calibration", 0.0123)):
+    for name, reml in (
+        ("prompts", 0.0616),
+        ("calibration", 0.0228),
+        ("prompts × calibration", 0.0123),
+    ):
         assert components[name].variance == pytest.approx(reml, rel=0.07)
 
 
@@ -68,11 +84,20 @@ def test_known_components_are_recovered_without_bias():
     shape, sd = (60, 4, 3), {(0,): 0.10, (1,): 0.06, (2,): 0.04, (0, 1): 0.06}
     rng = np.random.default_rng(1)
     runs = [spread(outcomes(rng, shape, sd), FACTORS) for _ in range(300)]
-    names = {(0,): "prompts", (1,): "calibration", (2,): "arithmetic", (0, 1): "prompts × calibration"}
+    names = {
+        (0,): "prompts",
+        (1,): "calibration",
+        (2,): "arithmetic",
+        (0, 1): "prompts × calibration",
+    }
     for axes, name in names.items():
         estimates = np.array([r.components[name].variance for r in runs])
         error = estimates.std() / np.sqrt(len(runs))
-        assert abs(estimates.mean() - sd[axes] ** 2) < 4 * error, (name, estimates.mean(), sd[axes] ** 2)
+        assert abs(estimates.mean() - sd[axes] ** 2) < 4 * error, (
+            name,
+            estimates.mean(),
+            sd[axes] ** 2,
+        )
     residual = np.mean([r.components["residual"].variance for r in runs])
     assert residual == pytest.approx(
         0.25 - sum(v**2 for v in sd.values()), abs=0.01
@@ -89,7 +114,10 @@ def test_a_variance_is_attributed_to_the_factor_that_has_it_and_to_no_other(plan
     for axis, name in enumerate(FOUR):
         estimates = np.array([components[name].variance for components in spreads])
         error = estimates.std() / np.sqrt(runs)
-        assert abs(estimates.mean() - (0.12**2 if axis == planted else 0)) < 4 * error, (name, estimates.mean())
+        assert abs(estimates.mean() - (0.12**2 if axis == planted else 0)) < 4 * error, (
+            name,
+            estimates.mean(),
+        )
         assert axis == planted or estimates.mean() < 0.12**2 / 50, name
     for name in set(spreads[0]) - {*FOUR, "residual"}:
         estimates = np.array([components[name].variance for components in spreads])
@@ -122,11 +150,16 @@ def test_the_interval_contains_the_mean_over_all_draws(shape, sd):
 def test_a_factor_with_one_level_has_no_component():
     values = outcomes(np.random.default_rng(3), (50, 1, 3), {(0,): 0.1})
     result = spread(values, FACTORS)
-    assert set(result.components) == {"prompts", "arithmetic", "residual"} and result.levels["calibration"] == 1
+    assert (
+        set(result.components) == {"prompts", "arithmetic", "residual"}
+        and result.levels["calibration"] == 1
+    )
     with pytest.raises(ValueError, match="two levels"):
         spread(np.ones((1, 1)), ("prompts", "calibration"))
     same = spread(np.ones((100, 2)), ("prompts", "calibration"))
-    assert same.se == 0 and same.high == 1 and same.low == pytest.approx(0.963, abs=0.001), "not 100 % for sure"
+    assert same.se == 0 and same.high == 1 and same.low == pytest.approx(0.963, abs=0.001), (
+        "not 100 % for sure"
+    )
 
 
 def test_a_ranking_is_stated_only_where_the_spread_allows():
@@ -136,7 +169,8 @@ def test_a_ranking_is_stated_only_where_the_spread_allows():
         base = rng.uniform(0.75, 0.95, (100, 1, 1))
         draws = {name: rng.uniform(-0.05, 0.05, (1, 4, 1)) for name in "abc"}
         tables = {
-            name: (rng.random((100, 4, 3)) < base + d - 0.2 * (name == "c")).astype(float) for name, d in draws.items()
+            name: (rng.random((100, 4, 3)) < base + d - 0.2 * (name == "c")).astype(float)
+            for name, d in draws.items()
         }
         stated = {(better, worse) for better, worse, *_ in ranking(tables, FACTORS)}
         false += bool(stated & {("a", "b"), ("b", "a")})

@@ -16,7 +16,10 @@ GOOD = {
     "gates": ["non_empty"],
     "cases": [{"id": "a", "messages": [{"role": "user", "content": "hi"}]}],
 }
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
             {"tools": [{"function": {"name": "f", "parameters": {"properties": 3}}}]},
             "properties: expected object, got int",
         ),
-        ({"cases": [GOOD["cases"][0] | {"tools": [{}]}]}, "case 'a': tools[0]: object missing required field 'name'"),
+        (
+            {"cases": [GOOD["cases"][0] | {"tools": [{}]}]},
+            "case 'a': tools[0]: object missing required field 'name'",
+        ),
         ({"max_tokens": "many"}, "max_tokens: expected int, got str"),
         ({"thinkng": True}, "unknown field 'thinkng'"),
     ],
@@ -44,7 +50,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 def test_an_invalid_workload_is_a_one_line_error(change, words):
     with pytest.raises(UsageError) as caught:
         build_workload(GOOD | change, path="folder/mine.json")
-    assert words in caught.value.message and "mine.json" in caught.value.message and "\n" not in caught.value.message
+    assert (
+        words in caught.value.message
+        and "mine.json" in caught.value.message
+        and "\n" not in caught.value.message
+    )
 
 
 @pytest.mark.parametrize("missing", ["name", "max_tokens", "gates", "cases"])
@@ -87,10 +97,15 @@ def test_loading_by_name_folder_and_path(tmp_path):
 
 
 def test_a_request_has_all_settings():
-    workload = build_workload(GOOD | {"system": "Be Annie.", "thinking": True, "temperature": 0.7, "tools": [TOOL]})
+    workload = build_workload(
+        GOOD | {"system": "Be Annie.", "thinking": True, "temperature": 0.7, "tools": [TOOL]}
+    )
     body = workload.request(workload.cases[0], model="m")
     assert body["model"] == "m" and body["max_tokens"] == 9 and body["temperature"] == 0.7
-    assert body["messages"] == [{"role": "system", "content": "Be Annie."}, {"role": "user", "content": "hi"}]
+    assert body["messages"] == [
+        {"role": "system", "content": "Be Annie."},
+        {"role": "user", "content": "hi"},
+    ]
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
     assert body["tools"] == [TOOL] and body["tool_choice"] == "auto"
 
@@ -107,7 +122,12 @@ def test_a_case_can_have_its_own_tools():
 
 def test_a_later_turn_needs_the_earlier_answers():
     workload = build_workload(
-        GOOD | {"cases": [{"id": "t", "turns": ["a", "b"], "expect": {"turns": [{}, {"contains": ["x"]}]}}]}
+        GOOD
+        | {
+            "cases": [
+                {"id": "t", "turns": ["a", "b"], "expect": {"turns": [{}, {"contains": ["x"]}]}}
+            ]
+        }
     )
     case = workload.cases[0]
     second = workload.request(case, 1, [{"role": "assistant", "content": "A"}])
@@ -115,7 +135,9 @@ def test_a_later_turn_needs_the_earlier_answers():
     with pytest.raises(UsageError, match="turn 2 needs 1 earlier answers"):
         workload.request(case, 1)
     assert (
-        case.at_turn(1).expect == {"contains": ["x"]} and case.at_turn(0).expect == {} and case.at_turn(7).expect == {}
+        case.at_turn(1).expect == {"contains": ["x"]}
+        and case.at_turn(0).expect == {}
+        and case.at_turn(7).expect == {}
     )
 
 
@@ -147,9 +169,16 @@ def test_calls_that_a_conversation_supplies_have_arguments_as_text():
     """As vLLM requires them: it answers an object with HTTP 400."""
     results = {"results": [{"name": "find", "arguments": {"q": "é"}, "content": "It walks."}]}
     workload = build_workload(
-        {"name": "w", "max_tokens": 9, "gates": [], "cases": [{"id": "a", "turns": ["Hi", results]}]}
+        {
+            "name": "w",
+            "max_tokens": 9,
+            "gates": [],
+            "cases": [{"id": "a", "turns": ["Hi", results]}],
+        }
     )
-    messages = workload.messages(workload.cases[0], 1, [{"role": "assistant", "content": "No call."}])
+    messages = workload.messages(
+        workload.cases[0], 1, [{"role": "assistant", "content": "No call."}]
+    )
     assert messages[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"q": "é"}'}
 
 
@@ -164,7 +193,9 @@ def test_a_context_comes_before_the_system_prompt_and_is_unique_where_it_must_mi
     texts = {}
     for prefix in ("hit", "miss"):
         workload = build_workload(data | {"context": {"tokens": 400, "prefix": prefix}})
-        texts[prefix] = [workload.messages(workload.cases[0], unique=u)[0]["content"] for u in ("1", "2")]
+        texts[prefix] = [
+            workload.messages(workload.cases[0], unique=u)[0]["content"] for u in ("1", "2")
+        ]
     assert texts["hit"][0] == texts["hit"][1] and texts["hit"][0].endswith("\n\nYou are Annie.")
     assert texts["miss"] == [f"Note {u}.\n{texts['hit'][0]}" for u in "12"]
     assert len(texts["hit"][0].split()) == 300 + 3, "400 tokens at 0.75 words each, and the prompt"
@@ -173,15 +204,23 @@ def test_a_context_comes_before_the_system_prompt_and_is_unique_where_it_must_mi
 
 
 @pytest.mark.parametrize(
-    "name", ["depth_0", "depth_64k", "prefix_hit", "agent_loop", "text_code", "text_math", "text_prose"]
+    "name",
+    ["depth_0", "depth_64k", "prefix_hit", "agent_loop", "text_code", "text_math", "text_prose"],
 )
 def test_the_workloads_of_speed_load(name):
     workload = judge.load_workloads([name])[0]
-    assert not workload.default and workload.request(workload.cases[0])["max_tokens"] == workload.max_tokens
+    assert (
+        not workload.default
+        and workload.request(workload.cases[0])["max_tokens"] == workload.max_tokens
+    )
     if name == "agent_loop":
         assert len(workload.tools) == 52 and {c.n_turns for c in workload.cases} == {8}
         known = {t["function"]["name"] for t in workload.tools}
-        assert all(e.get("tool", "find") in {*known, "find"} for c in workload.cases for e in c.expect["turns"])
+        assert all(
+            e.get("tool", "find") in {*known, "find"}
+            for c in workload.cases
+            for e in c.expect["turns"]
+        )
 
 
 def digest(case=None, **change):
@@ -191,7 +230,10 @@ def digest(case=None, **change):
 
 def test_a_prompt_is_identified_by_what_it_asks_and_not_by_its_id():
     assert (
-        digest() == digest({"id": "other"}) == digest(name="other") == digest({"expect": {"tool": "f"}}, max_tokens=3)
+        digest()
+        == digest({"id": "other"})
+        == digest(name="other")
+        == digest({"expect": {"tool": "f"}}, max_tokens=3)
     )
     turns = ["hi", {"results": [{"name": "f", "content": "1"}]}]
     other = [

@@ -17,7 +17,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the models are made with torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
 
 
@@ -33,12 +35,20 @@ def dequantized(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_direct_quantizes_and_the_audit_is_clean(
+    sources: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
     quantize.run("direct", sources[kind], tmp_path / "out")
     audit = checkpoint.audit(tmp_path / "out", source=sources[kind])
     assert audit.ok, audit.findings
-    assert len(dequantized(tmp_path / "out")) == 7 * ModelFolder(sources[kind]).config["num_hidden_layers"]
-    written = any(line.startswith("llama.cpp: after `annie-quant convert --to gguf`") for line in audit.summary.loads)
+    assert (
+        len(dequantized(tmp_path / "out"))
+        == 7 * ModelFolder(sources[kind]).config["num_hidden_layers"]
+    )
+    written = any(
+        line.startswith("llama.cpp: after `annie-quant convert --to gguf`")
+        for line in audit.summary.loads
+    )
     assert written == (kind in KNOWN)
 
 
@@ -69,14 +79,21 @@ def test_a_plain_norm_is_folded_as_w_over_s(sources: dict[str, Path], tmp_path: 
     for right in (True, False):
         tensors = {n: folder.tensor(n).copy() for n in folder}
         for module in (f"model.layers.1.mlp.{k}_proj" for k in ("gate", "up")):
-            packed = nvfp4.pack((plain.tensor(f"{module}.weight").astype(np.float32) * s).astype(np.float32), 0.001)
-            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"] = packed.codes, packed.block_scale
+            packed = nvfp4.pack(
+                (plain.tensor(f"{module}.weight").astype(np.float32) * s).astype(np.float32), 0.001
+            )
+            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"] = (
+                packed.codes,
+                packed.block_scale,
+            )
             tensors[f"{module}.weight_scale_2"] = np.array(packed.tensor_scale, np.float32)
         w = plain.tensor(norm).astype(np.float64)
         tensors[norm] = (w / s if right else (1 + w) / s - 1).astype(ml_dtypes.bfloat16)
         target = shutil.copytree(tmp_path / "out", tmp_path / f"right-{right}")
         checkpoint.write(target, [checkpoint.planned(n, t) for n, t in tensors.items()])
-        findings = [(f.code, f.tensor) for f in checkpoint.audit(target, source=sources["llama"]).findings]
+        findings = [
+            (f.code, f.tensor) for f in checkpoint.audit(target, source=sources["llama"]).findings
+        ]
         assert findings == ([] if right else [("fold_mismatch", norm)])
 
 
@@ -97,13 +114,17 @@ def test_the_other_strategies_know_biases_and_tied_heads(
     assert all(plain.tensor(n).tobytes() == result.tensor(n).tobytes() for n in biases)
 
 
-@pytest.mark.parametrize(("kind", "tensors"), [("qwen2", 2 * (7 * 3 + 3 + 2) + 3), ("gemma3", 6 * (7 * 3 + 6) + 2)])
+@pytest.mark.parametrize(
+    ("kind", "tensors"), [("qwen2", 2 * (7 * 3 + 3 + 2) + 3), ("gemma3", 6 * (7 * 3 + 6) + 2)]
+)
 def test_direct_and_naive_write_the_same_weights(
     sources: dict[str, Path], tmp_path: Path, kind: str, tensors: int
 ) -> None:
     """Same rule, same scales that q, k and v share; tests/quantize/test_max_calibration.py compares naive with ModelOpt."""
     for strategy in ("naive", "direct"):
-        quantize.run(strategy, sources[kind], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2)
+        quantize.run(
+            strategy, sources[kind], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2
+        )
     naive, direct = ModelFolder(tmp_path / "naive"), ModelFolder(tmp_path / "direct")
     names = [name for name in naive if not name.endswith("input_scale")]
     assert len(names) == tensors
@@ -116,7 +137,9 @@ def test_an_unknown_family_is_refused_before_anything_is_loaded(
 ) -> None:
     folder = shutil.copytree(sources["mistral"], tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not read")
-    with pytest.raises(CheckpointError, match=f"'mistral' is not a known family, and --strategy {strategy}") as refused:
+    with pytest.raises(
+        CheckpointError, match=f"'mistral' is not a known family, and --strategy {strategy}"
+    ) as refused:
         quantize.run(strategy, folder, tmp_path / "out", calib_data=CALIBRATION, calib_samples=2)
     hint = refused.value.hint
     assert "naive, direct" in hint and "audit, compare, eval" in hint and "qwen2" in hint
@@ -132,7 +155,11 @@ def test_an_unknown_family_is_refused_before_anything_is_loaded(
     ],
 )
 def test_a_config_that_contradicts_its_tensors_is_one_line(
-    sources: dict[str, Path], tmp_path: Path, strategy: str, changes: dict[str, object], problem: str
+    sources: dict[str, Path],
+    tmp_path: Path,
+    strategy: str,
+    changes: dict[str, object],
+    problem: str,
 ) -> None:
     """transformers leaves a bias out, or fills a matrix with random numbers, and continues."""
     folder = shutil.copytree(sources["llama-bias"], tmp_path / "model")
@@ -170,11 +197,15 @@ def test_the_layers_compute_what_the_whole_model_does(sources: dict[str, Path], 
     from annie_quant.quantize import calibration_samples
     from annie_quant.quantize.layerwise import DecoderLayers
 
-    samples = calibration_samples.samples_of_rows(sources[kind], read_conversations(CALIBRATION)[:2])[:3]
+    samples = calibration_samples.samples_of_rows(
+        sources[kind], read_conversations(CALIBRATION)[:2]
+    )[:3]
     layers = DecoderLayers(ModelFolder(sources[kind]), [calibration_samples.padded(samples)])
     for layer in layers:
         layer.advance()
-    model = transformers.AutoModelForCausalLM.from_pretrained(sources[kind], dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        sources[kind], dtype=torch.float32
+    ).eval()
     with torch.inference_mode():
         ours = model.model.norm(layers.states[0])
         for i, sample in enumerate(samples):

@@ -18,8 +18,14 @@ from annie_quant.core.errors import CheckpointError
 
 BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 PLAIN = [n for n, r in published.RELEASES.items() if not r.dialect]
-QUANTIZED = [n for n, r in published.RELEASES.items() if r.dialect in ("modelopt", "compressed-tensors")]
-NVIDIA, UNSLOTH, QWEN3 = "nvidia/Qwen3.6-35B-A3B-NVFP4", "unsloth/Qwen3.8-27B-NVFP4", "nvidia/Qwen3-235B-A22B-NVFP4"
+QUANTIZED = [
+    n for n, r in published.RELEASES.items() if r.dialect in ("modelopt", "compressed-tensors")
+]
+NVIDIA, UNSLOTH, QWEN3 = (
+    "nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "unsloth/Qwen3.8-27B-NVFP4",
+    "nvidia/Qwen3-235B-A22B-NVFP4",
+)
 
 # Figures that others counted on the published files: 0xBakeer/inference-atlas #151 (tensors, MTP), jundot/omlx #2659 (linears),
 # model.safetensors.index.json of Qwen3.6-27B (55.56 GB) and Qwen3-8B (16.38 GB), unsloth's Qwen3.8-27B in memory (23.42 GB).
@@ -72,11 +78,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("published")
     folders = {n: published.write(n, home / n.replace("/", "--")) for n in published.RELEASES}
     for name in ("Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"):
-        folders[f"{name}, text"] = published.text_only(folders[name], home / f"{name.replace('/', '--')}-text")
+        folders[f"{name}, text"] = published.text_only(
+            folders[name], home / f"{name.replace('/', '--')}-text"
+        )
     return folders
 
 
-@pytest.mark.parametrize("name", [*published.RELEASES, "Qwen/Qwen3.6-27B, text", "Qwen/Qwen3.6-35B-A3B, text"])
+@pytest.mark.parametrize(
+    "name", [*published.RELEASES, "Qwen/Qwen3.6-27B, text", "Qwen/Qwen3.6-35B-A3B, text"]
+)
 def test_an_audit_has_no_finding(small, name: str) -> None:
     """Negative control: nothing is wrong with what NVIDIA, Qwen and unsloth publish."""
     audit = aq.checkpoint.audit(small[name])
@@ -96,7 +106,9 @@ def test_direct_quantizes_each(small, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
-def test_a_conversion_keeps_weights_and_kv_scales(small, tmp_path: Path, name: str, to: str) -> None:
+def test_a_conversion_keeps_weights_and_kv_scales(
+    small, tmp_path: Path, name: str, to: str
+) -> None:
     folder = ModelFolder(small[name])
     other = ModelFolder(aq.checkpoint.convert(folder.path, to, tmp_path / "x").path)
     assert aq.checkpoint.audit(other.path).findings == []
@@ -104,13 +116,22 @@ def test_a_conversion_keeps_weights_and_kv_scales(small, tmp_path: Path, name: s
     assert set(before) == set(after)
     for module, x in before.items():
         rtol = 0 if x.format == "fp8" else 2**-22  # the global scale is a reciprocal
-        np.testing.assert_allclose(x.dequantize(folder), after[module].dequantize(other), rtol=rtol, err_msg=module)
+        np.testing.assert_allclose(
+            x.dequantize(folder), after[module].dequantize(other), rtol=rtol, err_msg=module
+        )
     # compressed-tensors' scheme promises calibrated scales, so a cast without any is not written in it
     kv = published.RELEASES[name].kv
-    assert dialects.DIALECTS[to].config(other).kv_cache == ("FP8" if kv or to == "modelopt" else None)
-    scales = [{models.layer_of(n): float(f.scalar(n)) for n in f if n.endswith("k_scale")} for f in (folder, other)]
+    assert dialects.DIALECTS[to].config(other).kv_cache == (
+        "FP8" if kv or to == "modelopt" else None
+    )
+    scales = [
+        {models.layer_of(n): float(f.scalar(n)) for n in f if n.endswith("k_scale")}
+        for f in (folder, other)
+    ]
     assert scales[0] == scales[1] and bool(scales[0]) == bool(kv)
-    assert all(n.endswith("k_proj.k_scale") == (to == "modelopt") for n in other if n.endswith(".k_scale"))
+    assert all(
+        n.endswith("k_proj.k_scale") == (to == "modelopt") for n in other if n.endswith(".k_scale")
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in QUANTIZED if n != UNSLOTH])
@@ -122,7 +143,10 @@ def test_a_repair_keeps_the_kv_cache(small, tmp_path: Path, name: str) -> None:
         n for n in after if n.endswith(("k_scale", "v_scale"))
     ]
     exported = json.loads((tmp_path / "x/hf_quant_config.json").read_text())["quantization"]
-    assert exported["kv_cache_quant_algo"] == "FP8" and after.config["quantization_config"]["kv_cache_scheme"]
+    assert (
+        exported["kv_cache_quant_algo"] == "FP8"
+        and after.config["quantization_config"]["kv_cache_scheme"]
+    )
 
 
 @pytest.mark.parametrize("name", [UNSLOTH, "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.6-35B-A3B, text"])
@@ -141,7 +165,11 @@ def test_lost_heads_and_towers_come_back_in_any_layout(small, tmp_path: Path, na
     expected = {"mtp_missing"} if "text" in name else {"mtp_missing", "vision_missing"}
     assert expected <= {f.code for f in aq.checkpoint.audit(bad, source=source).findings}
     result = repair(bad, source)
-    assert {f.code for f in result.remaining} & {"mtp_missing", "vision_missing", "listed_but_plain"} == set()
+    assert {f.code for f in result.remaining} & {
+        "mtp_missing",
+        "vision_missing",
+        "listed_but_plain",
+    } == set()
     before, after, original = zoo.read(bad), zoo.read(Path(result.path)), zoo.read(source)
     assert all(after[n].tobytes() == t.tobytes() for n, t in before.items())
     restored = set(after) - set(before)
@@ -171,7 +199,9 @@ def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path:
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     for name in (UNSLOTH, NVIDIA):
         folder = ModelFolder(small[name])
-        file = aq.checkpoint.convert(folder.path, "gguf", tmp_path / f"{name.rpartition('/')[2]}.gguf").path
+        file = aq.checkpoint.convert(
+            folder.path, "gguf", tmp_path / f"{name.rpartition('/')[2]}.gguf"
+        ).path
         tensors = {t.name: t for t in gguf.GGUFReader(file).tensors}
         linears = dialects.linears(folder)
         module = "model.language_model.layers.3.self_attn.o_proj"
@@ -184,21 +214,31 @@ def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path:
         )  # a block has 32 values in steps of 1/127 of it, as float16
         assert (np.abs(ours - expected).reshape(-1, 32) <= largest / 127 * 0.57).all()
         down = "mlp.experts.5.down_proj" if name == NVIDIA else "mlp.down_proj"
-        stored = tensors["blk.1.ffn_down_exps.weight" if name == NVIDIA else "blk.1.ffn_down.weight"]
+        stored = tensors[
+            "blk.1.ffn_down_exps.weight" if name == NVIDIA else "blk.1.ffn_down.weight"
+        ]
         scale = tensors[stored.name.replace(".weight", ".scale")].data
         index = 5 if name == NVIDIA else None
-        data, factor = (stored.data, scale[0]) if index is None else (stored.data[index], scale[index])
+        data, factor = (
+            (stored.data, scale[0]) if index is None else (stored.data[index], scale[index])
+        )
         ours = gguf.quants.dequantize(data, stored.tensor_type) * factor
         expected = linears[f"model.language_model.layers.1.{down}"].dequantize(folder)
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("step", ["modelopt", "compressed-tensors", "repair"])
-def test_scales_of_a_cast_do_not_look_uncalibrated_in_a_copy(small, tmp_path: Path, step: str) -> None:
+def test_scales_of_a_cast_do_not_look_uncalibrated_in_a_copy(
+    small, tmp_path: Path, step: str
+) -> None:
     """ModelOpt until 0.42 stored 1.0 for a cast. A copy has another producer, and no such scales."""
     cast = zoo.spoil(small[QWEN3], tmp_path / "cast", all_of(("k_scale", "v_scale"), 1.0))
     assert aq.checkpoint.audit(cast).findings == []
-    copy = repair(cast).path if step == "repair" else aq.checkpoint.convert(cast, step, tmp_path / "x").path
+    copy = (
+        repair(cast).path
+        if step == "repair"
+        else aq.checkpoint.convert(cast, step, tmp_path / "x").path
+    )
     assert aq.checkpoint.audit(copy).findings == []
     assert not any(n.endswith(("k_scale", "v_scale")) for n in ModelFolder(copy))
     expected = None if step == "compressed-tensors" else "FP8"
@@ -218,14 +258,16 @@ def drop(*ends: str, inside: str = ""):
 
 
 def all_of(ends: str, value: float):
-    return lambda t, c: t.update({n: np.full_like(a, value) for n, a in t.items() if n.endswith(ends)})
+    return lambda t, c: t.update(
+        {n: np.full_like(a, value) for n, a in t.items() if n.endswith(ends)}
+    )
 
 
 def scale_of_blocks(t: dict, c: dict) -> None:
     name = f"{EXPERTS}.3.up_proj.weight_scale"
-    t[name] = np.maximum((t[name].astype(np.float32) / 2**13).astype(t[name].dtype).view(np.uint8), 1).view(
-        t[name].dtype
-    )
+    t[name] = np.maximum(
+        (t[name].astype(np.float32) / 2**13).astype(t[name].dtype).view(np.uint8), 1
+    ).view(t[name].dtype)
 
 
 # name → (release, change, code, tensor): each is a fault that an issue of the spec reports of published checkpoints
@@ -284,7 +326,9 @@ def test_each_fault_of_a_published_layout_is_named(small, tmp_path: Path, fault:
     (bad / "hf_quant_config.json").unlink(missing_ok=True)
     audit = aq.checkpoint.audit(bad)
     assert code in {f.code for f in audit.findings}, audit.findings
-    assert any(f.code == code and f.tensor.startswith(tensor) for f in audit.findings), audit.findings
+    assert any(f.code == code and f.tensor.startswith(tensor) for f in audit.findings), (
+        audit.findings
+    )
     expected = {code, *CONSEQUENCES.get(fault, ())}
     assert {f.code for f in audit.findings} <= expected, audit.findings
 

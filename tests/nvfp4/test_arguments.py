@@ -29,7 +29,18 @@ CALLS = {
         {"x": 4 * K, "codes": N * K // 2, "scales": BLOCKS},
     ),
     "gptq": (
-        lambda b: (b["w"], K, b["factor"], 16, 2, 0.01, 448.0, b["importance"], b["codes"], b["scales"]),
+        lambda b: (
+            b["w"],
+            K,
+            b["factor"],
+            16,
+            2,
+            0.01,
+            448.0,
+            b["importance"],
+            b["codes"],
+            b["scales"],
+        ),
         {"w": 4 * N * K, "codes": N * K // 2, "scales": BLOCKS},
         {"factor": 4 * K * K, "importance": 4 * K},
     ),
@@ -104,7 +115,13 @@ def test_fake_quant_refuses_a_scale_that_is_not_one(scale):
     with np.errstate(over="ignore"), pytest.raises(ValueError, match="tensor_scale"):
         nvfp4.fake_quant(x, scale)
     with pytest.raises(ValueError, match="tensor_scale"):
-        _nvfp4.fake_quant(x.reshape(-1).view(np.uint8), 0, 16, float(np.clip(scale, -1, 1e300)), np.empty(64, np.uint8))
+        _nvfp4.fake_quant(
+            x.reshape(-1).view(np.uint8),
+            0,
+            16,
+            float(np.clip(scale, -1, 1e300)),
+            np.empty(64, np.uint8),
+        )
 
 
 def test_fake_quant_of_zeros_has_a_computed_scale():

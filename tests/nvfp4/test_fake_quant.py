@@ -19,12 +19,16 @@ def by_definition(x: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
     with np.errstate(all="ignore"):
         v = x.astype(np.float32).reshape(*x.shape[:-1], -1, 16)
         a = np.abs(v)
-        ratio = np.minimum(a.max(-1, keepdims=True) / (np.float32(6) * tensor_scale), np.float32(448))
+        ratio = np.minimum(
+            a.max(-1, keepdims=True) / (np.float32(6) * tensor_scale), np.float32(448)
+        )
         step = ratio.astype(nvfp4.E4M3).astype(np.float32) * tensor_scale
         step = np.where(step >= np.float32(1e-5), step, np.float32(1))
         s = a / step
         q = np.select(
-            [s <= 0.25, s < 0.75, s <= 1.25, s < 1.75, s <= 2.5, s < 3.5, s <= 5], list(VALUES[:7]), default=VALUES[7]
+            [s <= 0.25, s < 0.75, s <= 1.25, s < 1.75, s <= 2.5, s < 3.5, s <= 5],
+            list(VALUES[:7]),
+            default=VALUES[7],
         ).astype(np.float32)
         y = q * step
         return np.where(v >= 0, y, np.float32(0) - y).reshape(x.shape).astype(x.dtype)

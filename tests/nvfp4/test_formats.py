@@ -17,7 +17,11 @@ def test_tables_are_those_of_ml_dtypes():
     np.testing.assert_array_equal(bits(nvfp4.E2M1_VALUES), bits(e2m1))
     e4m3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(nvfp4.E4M3_VALUES, e4m3)
-    assert nvfp4.E4M3_VALUES[0x7E] == 448 and nvfp4.E4M3_VALUES[0x01] == 2**-9 and np.isnan(nvfp4.E4M3_VALUES[0x7F])
+    assert (
+        nvfp4.E4M3_VALUES[0x7E] == 448
+        and nvfp4.E4M3_VALUES[0x01] == 2**-9
+        and np.isnan(nvfp4.E4M3_VALUES[0x7F])
+    )
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
@@ -32,12 +36,18 @@ def test_every_code_under_every_scale(variant, dtype, tensor_scale):
     got = nvfp4.unpack(t, dtype, nan="keep")
     with np.errstate(all="ignore"):
         step = scales.astype(np.float32) * np.float32(tensor_scale)
-        expected = (np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) * step).astype(dtype)
+        expected = (
+            np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) * step
+        ).astype(dtype)
     number = ~np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(bits(got)[number], bits(expected)[number])
-    quiet = np.array(np.nan, dtype)  # the scale is NaN of either sign, or the step is infinite and the element zero
+    quiet = np.array(
+        np.nan, dtype
+    )  # the scale is NaN of either sign, or the step is infinite and the element zero
     np.testing.assert_array_equal(bits(got)[~number], np.broadcast_to(bits(quiet), (~number).sum()))
-    with pytest.raises(ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[127, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[127, 0\]"
+    ):
         nvfp4.unpack(t, dtype)
 
 
@@ -61,7 +71,9 @@ def test_midpoints_and_their_neighbours_under_every_scale(variant, dtype, tensor
         # A first column of 6 steps gives the block this step, if it can be represented.
         top = np.full((len(row) // 14, 1), 6 * step).astype(dtype)
         pairs = np.concatenate([row.reshape(-1, 7), -row.reshape(-1, 7)], 1)
-        rows.append(np.concatenate([top, pairs[: len(top)], np.full((len(top), 1), -0.0, dtype)], 1))
+        rows.append(
+            np.concatenate([top, pairs[: len(top)], np.full((len(top), 1), -0.0, dtype)], 1)
+        )
     w = np.concatenate(rows)
     w = np.where(np.isfinite(w.astype(np.float32)), w, np.zeros((), dtype)).astype(dtype)
     nvfp4.set_variant(variant)
@@ -73,7 +85,8 @@ def test_midpoints_and_their_neighbours_under_every_scale(variant, dtype, tensor
 
 
 @given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16), st.integers(0, 200)
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16),
+    st.integers(0, 200),
 )
 def test_any_block_rounds_by_the_definition(values, exponent):
     w = np.array([values], np.float32)
@@ -82,10 +95,14 @@ def test_any_block_rounds_by_the_definition(values, exponent):
     amax = np.abs(w).max()
     with np.errstate(all="ignore"):
         ratio = amax / (np.float32(6) * scale)
-        expected = np.float32(1) if ratio == 0 else np.clip(ratio, np.float32(2**-9), np.float32(448))
+        expected = (
+            np.float32(1) if ratio == 0 else np.clip(ratio, np.float32(2**-9), np.float32(448))
+        )
         assert t.block_scale[0, 0] == expected.astype(ml_dtypes.float8_e4m3fn)
         nibbles = by_definition(w, t.block_scale.astype(np.float32) * scale)
-    np.testing.assert_array_equal(np.stack([t.codes & 15, t.codes >> 4], -1).reshape(1, 16), nibbles)
+    np.testing.assert_array_equal(
+        np.stack([t.codes & 15, t.codes >> 4], -1).reshape(1, 16), nibbles
+    )
 
 
 def test_bfloat16_rounds_once_from_float32():

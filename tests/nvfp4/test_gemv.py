@@ -22,7 +22,9 @@ def fastest_variant():
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("columns", "group"), [(16, 16), (32, 16), (48, 16), (544, 16), (1024, 32), (4096, 64)])
+@pytest.mark.parametrize(
+    ("columns", "group"), [(16, 16), (32, 16), (48, 16), (544, 16), (1024, 32), (4096, 64)]
+)
 def test_gemv_has_the_bits_of_the_serial_reference(variant, dtype, columns, group):
     """All numbers of rows of x that share a decoding, and a last half piece."""
     rng = np.random.default_rng(columns)
@@ -32,7 +34,9 @@ def test_gemv_has_the_bits_of_the_serial_reference(variant, dtype, columns, grou
     expected = nvfp4.gemv(x, t)
     nvfp4.set_variant(variant)
     for tokens in range(1, 10):
-        np.testing.assert_array_equal(bits(nvfp4.gemv(x[:tokens], t)), bits(expected[:tokens]), f"{tokens} rows of x")
+        np.testing.assert_array_equal(
+            bits(nvfp4.gemv(x[:tokens], t)), bits(expected[:tokens]), f"{tokens} rows of x"
+        )
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
@@ -46,12 +50,17 @@ def test_gemv_is_within_its_error_bound_of_the_exact_product(variant, dtype):
     nvfp4.set_variant(variant)
     y = nvfp4.gemv(x, t).astype(np.float64)
     terms = 4096 // 32 + 6
-    assert (np.abs(y - exact) <= terms * ROUNDING * size + ROUNDING_OF[np.dtype(dtype).name] * np.abs(exact)).all()
+    assert (
+        np.abs(y - exact)
+        <= terms * ROUNDING * size + ROUNDING_OF[np.dtype(dtype).name] * np.abs(exact)
+    ).all()
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
 @pytest.mark.parametrize("divisor", [None, np.float32(27.3)], ids=["times", "divided"])
-@pytest.mark.parametrize("blocks", [2, 16, 19])  # after those that are read together come single ones
+@pytest.mark.parametrize(
+    "blocks", [2, 16, 19]
+)  # after those that are read together come single ones
 def test_gemv_of_every_code_and_block_scale(variant, divisor, blocks):
     """One weight that is not multiplied by zero, so the sum is that weight: value * step, rounded once."""
     scales = np.arange(256, dtype=np.uint8)
@@ -62,8 +71,12 @@ def test_gemv_of_every_code_and_block_scale(variant, divisor, blocks):
         block_scale = np.resize(np.roll(finite, shift), (-(-finite.size // blocks), blocks))
         codes = np.resize(np.arange(16, dtype=np.uint8), (len(block_scale), columns))
         packed = codes[:, ::2] | codes[:, 1::2] << 4
-        t = nvfp4.Tensor(packed, block_scale.view(nvfp4.E4M3), np.float32(0.037), codes.shape, divisor=divisor)
-        np.testing.assert_array_equal(nvfp4.gemv(np.eye(columns, dtype=np.float32), t).T, nvfp4.unpack(t, "float32"))
+        t = nvfp4.Tensor(
+            packed, block_scale.view(nvfp4.E4M3), np.float32(0.037), codes.shape, divisor=divisor
+        )
+        np.testing.assert_array_equal(
+            nvfp4.gemv(np.eye(columns, dtype=np.float32), t).T, nvfp4.unpack(t, "float32")
+        )
         for nan in (0x7F, 0xFF):
             block_scale[0, shift] = nan
             y = nvfp4.gemv(np.ones((1, columns), np.float32), t)[0]
@@ -73,7 +86,8 @@ def test_gemv_of_every_code_and_block_scale(variant, divisor, blocks):
 @pytest.mark.parametrize("variant", nvfp4.variants()[1:])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("columns", "group", "scale"), [(48, 16, "amax"), (320, 32, "sweep"), (448, 64, "amax"), (64, 16, "sweep")]
+    ("columns", "group", "scale"),
+    [(48, 16, "amax"), (320, 32, "sweep"), (448, 64, "amax"), (64, 16, "sweep")],
 )
 def test_gptq_has_the_bytes_of_the_serial_reference(variant, columns, group, scale, weighted):
     """Windows that are not full, rows that are not a multiple of four, columns that are not a multiple of 16."""
@@ -97,10 +111,15 @@ def test_gptq_has_the_bytes_of_the_serial_reference(variant, columns, group, sca
 def test_gptq_without_corrections_chooses_the_scales_of_pack(variant, rows, group):
     """The importance is that of a block's own columns, in every row of every tile."""
     rng = np.random.default_rng(rows)
-    w, importance = rng.standard_normal((rows, 320)).astype(np.float32), rng.gamma(0.5, 1, 320).astype(np.float32)
+    w, importance = (
+        rng.standard_normal((rows, 320)).astype(np.float32),
+        rng.gamma(0.5, 1, 320).astype(np.float32),
+    )
     nvfp4.set_variant("serial")
     expected = nvfp4.pack(w, tensor_scale=0.01, scale="sweep", group=group, importance=importance)
     nvfp4.set_variant(variant)
-    t = nvfp4.gptq(w, np.eye(320, dtype=np.float32), 0.01, scale="sweep", group=group, importance=importance)
+    t = nvfp4.gptq(
+        w, np.eye(320, dtype=np.float32), 0.01, scale="sweep", group=group, importance=importance
+    )
     np.testing.assert_array_equal(t.block_scale.view(np.uint8), expected.block_scale.view(np.uint8))
     np.testing.assert_array_equal(t.codes, expected.codes)

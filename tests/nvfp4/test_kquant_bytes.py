@@ -111,7 +111,10 @@ def test_decodes_as_gguf_py(variant, kind):
     nvfp4.set_variant(variant)
     block = kquant.BLOCKS[kind]
     rng = np.random.default_rng(3)
-    for raw in (kquant.quantize(awkward(), kind), rng.integers(0, 256, (64, 4 * block.size_bytes), np.uint8)):
+    for raw in (
+        kquant.quantize(awkward(), kind),
+        rng.integers(0, 256, (64, 4 * block.size_bytes), np.uint8),
+    ):
         with np.errstate(all="ignore"):
             expected = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, kind))
         got = kquant.dequantize(raw, kind)
@@ -124,7 +127,9 @@ def test_errors_are_those_of_the_formats():
     """Gaussian weights: a relative error of .0713 for Q4_K; more bits, less error."""
     w = np.random.default_rng(4).standard_normal((128, 1024)).astype(np.float32) * np.float32(0.02)
     error = {
-        k: float(np.linalg.norm(w - kquant.dequantize(kquant.quantize(w, k), k)) / np.linalg.norm(w))
+        k: float(
+            np.linalg.norm(w - kquant.dequantize(kquant.quantize(w, k), k)) / np.linalg.norm(w)
+        )
         for k in kquant.BLOCKS
     }
     assert error["Q4_K"] == pytest.approx(0.0713, abs=5e-4)
@@ -165,8 +170,14 @@ def test_types_of_q4_k_m(name, layer, n_layers, shape, tied, expected):
             r"shape \(2, 300\), .* multiple of 256 for Q4_K",
         ),
         (lambda: kquant.quantize(np.ones((2, 256), np.float32), "Q3_K"), "type 'Q3_K'"),
-        (lambda: kquant.quantize(np.full((2, 256), np.inf, np.float32), "Q4_K"), r"NaN or inf, the first at \[0, 0\]"),
-        (lambda: kquant.quantize(np.ones((2, 256), np.float32), "Q4_K", np.ones(255)), r"importance: shape \(255,\)"),
+        (
+            lambda: kquant.quantize(np.full((2, 256), np.inf, np.float32), "Q4_K"),
+            r"NaN or inf, the first at \[0, 0\]",
+        ),
+        (
+            lambda: kquant.quantize(np.ones((2, 256), np.float32), "Q4_K", np.ones(255)),
+            r"importance: shape \(255,\)",
+        ),
         (lambda: kquant.dequantize(np.zeros((2, 143), np.uint8), "Q4_K"), "multiple of 144 bytes"),
         (lambda: kquant.dequantize(np.zeros((2, 144), np.int8), "Q4_K"), "dtype int8"),
     ],
@@ -178,12 +189,16 @@ def test_bad_calls_say_what_was_seen_and_expected(call, message):
 
 if __name__ == "__main__":
     digests = {
-        f"{kind} {name}": hashlib.sha256(llama_cpp_bytes(awkward(), kind, weights).tobytes()).hexdigest()
+        f"{kind} {name}": hashlib.sha256(
+            llama_cpp_bytes(awkward(), kind, weights).tobytes()
+        ).hexdigest()
         for kind in kquant.BLOCKS
         for name, weights in (("plain", None), ("importance", importance()))
     }
     import xllamacpp
 
     GOLDEN.write_text(
-        json.dumps({"made_by": f"ggml in xllamacpp {xllamacpp.__version__}", "sha256": digests}, indent=1)
+        json.dumps(
+            {"made_by": f"ggml in xllamacpp {xllamacpp.__version__}", "sha256": digests}, indent=1
+        )
     )

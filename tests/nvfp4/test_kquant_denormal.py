@@ -37,12 +37,26 @@ int main(void)
 """
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="the encoder is compiled here, and gcc is not installed")
+@pytest.mark.skipif(
+    not shutil.which("gcc"), reason="the encoder is compiled here, and gcc is not installed"
+)
 def test_no_conversion_of_nan_or_infinity(tmp_path: Path) -> None:
     (tmp_path / "main.c").write_text(PROGRAM)
-    sources = [ROOT / "csrc/nvfp4/kq_encode.c", ROOT / "csrc/nvfp4/kq_search.c", tmp_path / "main.c"]
-    flags = ["-std=c11", "-O1", "-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}"]
-    subprocess.run(["gcc", *flags, *map(str, sources), "-lm", "-o", str(tmp_path / "encode")], check=True)
+    sources = [
+        ROOT / "csrc/nvfp4/kq_encode.c",
+        ROOT / "csrc/nvfp4/kq_search.c",
+        tmp_path / "main.c",
+    ]
+    flags = [
+        "-std=c11",
+        "-O1",
+        "-fsanitize=float-cast-overflow",
+        "-fno-sanitize-recover=all",
+        f"-I{ROOT / 'csrc'}",
+    ]
+    subprocess.run(
+        ["gcc", *flags, *map(str, sources), "-lm", "-o", str(tmp_path / "encode")], check=True
+    )
     done = subprocess.run([str(tmp_path / "encode")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "defined\n"), done.stderr
 

@@ -45,7 +45,9 @@ def test_ggml_blocks_come_back_and_decode_to_the_same_weights():
     nibbles = blocks[..., 4:].reshape(6, 4, 4, 8)
     values = nvfp4.E2M1_VALUES[np.concatenate([nibbles & 15, nibbles >> 4], -1)]
     scales = nvfp4.E4M3_VALUES[blocks[..., :4]] * np.float32(0.01)
-    np.testing.assert_array_equal((values * scales[..., None]).reshape(6, 256), nvfp4.unpack(t, "float32"))
+    np.testing.assert_array_equal(
+        (values * scales[..., None]).reshape(6, 256), nvfp4.unpack(t, "float32")
+    )
     import gguf
 
     kind = getattr(gguf.GGMLQuantizationType, "NVFP4", None)

@@ -12,7 +12,11 @@ from nvfp4_cases import BFLOAT16, DTYPES, adversarial, in_dtype, near_ties_of_st
 from annie_quant import nvfp4
 from annie_quant.core import codec_arrays
 
-TORCH_NAME = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", BFLOAT16: "bfloat16"}
+TORCH_NAME = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float16): "float16",
+    BFLOAT16: "bfloat16",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,9 @@ def to_torch(x: np.ndarray):
 
 
 def modelopt(x: np.ndarray, tensor_scale: float | None):
-    module = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="ModelOpt is not installed")
+    module = pytest.importorskip(
+        "modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="ModelOpt is not installed"
+    )
     import torch
 
     s2 = None if tensor_scale is None else torch.tensor(tensor_scale, dtype=torch.float32)
@@ -55,8 +61,14 @@ def test_same_bytes_as_modelopt(variant, dtype):
             assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3])
             wrong = t.codes != q._quantized_data.numpy()
             assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3])
-            back = q.dequantize(to_torch(x).dtype, scale=s, double_scale=s2, block_sizes={-1: 16}).float().numpy()
-            np.testing.assert_array_equal(nvfp4.unpack(t, TORCH_NAME[dtype]).astype(np.float32), back)
+            back = (
+                q.dequantize(to_torch(x).dtype, scale=s, double_scale=s2, block_sizes={-1: 16})
+                .float()
+                .numpy()
+            )
+            np.testing.assert_array_equal(
+                nvfp4.unpack(t, TORCH_NAME[dtype]).astype(np.float32), back
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,11 +78,17 @@ def test_a_reciprocal_would_be_detected(dtype):
     near = near_ties_of_steps(steps, dtype).astype(np.float32)
     divided = near / steps[:, None]
     multiplied = near * (np.float32(1) / steps[:, None])
-    sides = [(np.abs(q)[..., None] > [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).sum(-1) for q in (divided, multiplied)]
+    sides = [
+        (np.abs(q)[..., None] > [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).sum(-1)
+        for q in (divided, multiplied)
+    ]
     if dtype == np.float32:
         assert (sides[0] != sides[1]).any()
     gauss = np.random.default_rng(0).standard_normal(near.shape).astype(np.float32) * steps[:, None]
-    sides = [(np.abs(q)[..., None] > 0.25).sum(-1) for q in (gauss / steps[:, None], gauss * (1 / steps[:, None]))]
+    sides = [
+        (np.abs(q)[..., None] > 0.25).sum(-1)
+        for q in (gauss / steps[:, None], gauss * (1 / steps[:, None]))
+    ]
     assert (sides[0] == sides[1]).all()
 
 
@@ -85,7 +103,9 @@ def test_cuda_exports_take_the_tensor_scale_times_a_reciprocal():
 @pytest.mark.parametrize("variant", nvfp4.variants())
 def test_static_encoding_is_modelopts_static_export(variant):
     """Block scales relative to the tensor's amax: _cast_per_block_scale_to_fp8 on bamax / 6, 448 and gamax / 6."""
-    module = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="ModelOpt is not installed")
+    module = pytest.importorskip(
+        "modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="ModelOpt is not installed"
+    )
     import torch
 
     nvfp4.set_variant(variant)
@@ -97,7 +117,9 @@ def test_static_encoding_is_modelopts_static_export(variant):
         block[block == 0] = 1.0
         scale = module._cast_per_block_scale_to_fp8(block, x.abs().max() / 6.0)
         t = nvfp4.pack(w, encoding="modelopt-static")
-        np.testing.assert_array_equal(t.block_scale.view(np.uint8), scale.view(torch.uint8).numpy(), name)
+        np.testing.assert_array_equal(
+            t.block_scale.view(np.uint8), scale.view(torch.uint8).numpy(), name
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
@@ -172,7 +194,9 @@ def test_leading_dimensions_strides_and_read_only_arrays():
     base = rng.standard_normal((4, 6, 128)).astype(np.float32)
     flat = nvfp4.pack(base.reshape(24, 128))
     t = nvfp4.pack(base)
-    assert t.codes.shape == (4, 6, 64) and t.block_scale.shape == (4, 6, 8) and t.shape == (4, 6, 128)
+    assert (
+        t.codes.shape == (4, 6, 64) and t.block_scale.shape == (4, 6, 8) and t.shape == (4, 6, 128)
+    )
     np.testing.assert_array_equal(t.codes.reshape(24, 64), flat.codes)
     every_other = nvfp4.pack(base[::2, ::-1])
     np.testing.assert_array_equal(every_other.codes, nvfp4.pack(base[::2, ::-1].copy()).codes)
@@ -193,7 +217,9 @@ def test_torch_tensors_come_in_without_a_copy():
     np.testing.assert_array_equal(nvfp4.pack(w).codes, expected.codes)
     np.testing.assert_array_equal(nvfp4.pack(torch.nn.Parameter(w)).codes, expected.codes)
     np.testing.assert_array_equal(nvfp4.pack(w.T.contiguous().T).codes, expected.codes)
-    np.testing.assert_array_equal(nvfp4.pack(w[2:, 16:48]).codes, nvfp4.pack(taken[2:, 16:48]).codes)
+    np.testing.assert_array_equal(
+        nvfp4.pack(w[2:, 16:48]).codes, nvfp4.pack(taken[2:, 16:48]).codes
+    )
     for dtype in (torch.float32, torch.float16):
         x = torch.randn(4, 32).to(dtype)
         assert codec_arrays.host_array(x, "x").ctypes.data == x.data_ptr()
@@ -222,7 +248,9 @@ def test_output_arrays_are_written_in_place():
         nvfp4.pack(np.ones((8, 64), np.float32), out=t)
     with pytest.raises(ValueError, match="overlap"):
         memory = np.ones(64 * 4, np.uint8)
-        overlapping = nvfp4.Tensor(memory[:32].reshape(1, 32), memory[32:36].reshape(1, 4), np.float32(1), (1, 64))
+        overlapping = nvfp4.Tensor(
+            memory[:32].reshape(1, 32), memory[32:36].reshape(1, 4), np.float32(1), (1, 64)
+        )
         nvfp4.pack(memory.view(np.float32).reshape(1, 64), out=overlapping)
 
 
@@ -286,9 +314,14 @@ def test_invalid_calls_report_actual_and_expected(call, message):
 
 def test_error_report():
     w = (np.random.default_rng(4).standard_normal((512, 1024)) * 0.02).astype(BFLOAT16)
-    actual = {s: nvfp4.error(w, nvfp4.pack(w, scale=s))["rel_l2"] for s in ("amax", "four_over_six", "sweep")}
+    actual = {
+        s: nvfp4.error(w, nvfp4.pack(w, scale=s))["rel_l2"]
+        for s in ("amax", "four_over_six", "sweep")
+    }
     # relative errors for Gaussian weights
-    assert actual == pytest.approx({"amax": 0.0951, "four_over_six": 0.0869, "sweep": 0.0812}, abs=4e-4)
+    assert actual == pytest.approx(
+        {"amax": 0.0951, "four_over_six": 0.0869, "sweep": 0.0812}, abs=4e-4
+    )
     exact = nvfp4.unpack(nvfp4.pack(w))
     assert nvfp4.error(exact, nvfp4.pack(exact, scale="sweep"))["rel_l2"] < 1e-2
 
@@ -300,7 +333,9 @@ def test_error_report_equals_numpy():
     nibbles = np.stack([t.codes & 15, t.codes >> 4], -1).reshape(64, 256)
     step = (t.block_scale.astype(np.float32) * t.tensor_scale).astype(np.float64).repeat(16, 1)
     off = w.astype(np.float64) - nvfp4.E2M1_VALUES[nibbles] * step
-    assert actual["rel_l2"] == pytest.approx(np.sqrt((off**2).sum() / (w.astype(np.float64) ** 2).sum()), rel=1e-6)
+    assert actual["rel_l2"] == pytest.approx(
+        np.sqrt((off**2).sum() / (w.astype(np.float64) ** 2).sum()), rel=1e-6
+    )
     assert actual["max_abs"] == pytest.approx(np.abs(off).max(), rel=1e-6)
     assert actual["clipped"] == (np.abs(w) > 6 * step).mean() and 0 < actual["clipped"] < 0.5
 
@@ -309,7 +344,8 @@ def test_linears_that_share_a_tensor_scale_are_the_rows_of_one_matrix():
     """q, k and v are served as one matrix: packing them separately with the largest amax must give the matrix's rows."""
     rng = np.random.default_rng(6)
     parts = [
-        (rng.standard_normal((rows, 256)) * s).astype(BFLOAT16) for rows, s in ((96, 0.02), (32, 0.05), (32, 0.01))
+        (rng.standard_normal((rows, 256)) * s).astype(BFLOAT16)
+        for rows, s in ((96, 0.02), (32, 0.05), (32, 0.01))
     ]
     whole = nvfp4.pack(np.concatenate(parts), scale="sweep")
     shared = nvfp4.tensor_scale(max(float(nvfp4.amax(p)) for p in parts))
@@ -317,7 +353,8 @@ def test_linears_that_share_a_tensor_scale_are_the_rows_of_one_matrix():
     packed = [nvfp4.pack(p, tensor_scale=shared, scale="sweep") for p in parts]
     np.testing.assert_array_equal(np.concatenate([t.codes for t in packed]), whole.codes)
     np.testing.assert_array_equal(
-        np.concatenate([t.block_scale.view(np.uint8) for t in packed]), whole.block_scale.view(np.uint8)
+        np.concatenate([t.block_scale.view(np.uint8) for t in packed]),
+        whole.block_scale.view(np.uint8),
     )
 
 

@@ -70,13 +70,21 @@ def test_gpu_exports_with_room_for_four_over_six():
     for case, a in stored("modelopt_cuda_rule.npz").items():
         if not usable(case, a):
             continue
-        t = nvfp4.pack(a["x"], encoding="modelopt-static", scale="four_over_six", tensor_amax=float(a["amax"]))
+        t = nvfp4.pack(
+            a["x"], encoding="modelopt-static", scale="four_over_six", tensor_amax=float(a["amax"])
+        )
         got, six = t.block_scale.view(np.uint8), a["static_256"]
         blocks = np.abs(a["x"].astype(np.float32)).reshape(*six.shape, 16)
         ratio = blocks.max(-1) * np.float32(1.5) / np.float32(6)
-        ratio = np.where(ratio == 0, np.float32(1), ratio) * np.float32(256) / (np.float32(a["amax"]) / np.float32(6))
+        ratio = (
+            np.where(ratio == 0, np.float32(1), ratio)
+            * np.float32(256)
+            / (np.float32(a["amax"]) / np.float32(6))
+        )
         four = np.clip(ratio, np.float32(2**-9), np.float32(448)).astype(nvfp4.E4M3).view(np.uint8)
-        lower = squared_errors(blocks, four, t.tensor_scale) < squared_errors(blocks, six, t.tensor_scale)
+        lower = squared_errors(blocks, four, t.tensor_scale) < squared_errors(
+            blocks, six, t.tensor_scale
+        )
         np.testing.assert_array_equal(got, np.where(lower & (blocks.max(-1) > 0), four, six), case)
         taken += int((got != six).sum())
     assert taken
@@ -90,14 +98,19 @@ def test_a_gpu_sweeps_amax_becomes_its_scale_byte():
             continue
         lone = np.zeros((*chosen.shape, 16), np.float32)
         lone[..., 5] = chosen
-        t = nvfp4.pack(lone.reshape(len(chosen), -1), encoding="modelopt-static", tensor_amax=float(a["amax"]))
+        t = nvfp4.pack(
+            lone.reshape(len(chosen), -1), encoding="modelopt-static", tensor_amax=float(a["amax"])
+        )
         np.testing.assert_array_equal(t.block_scale.view(np.uint8), a["sweep_scale"], case)
 
 
 def squared_errors(blocks: np.ndarray, codes: np.ndarray, scale: np.float32) -> np.ndarray:
     """Return the errors of magnitudes [..., 16] with the steps codes [...] * scale, in float64 and in column order."""
     step = (nvfp4.E4M3_VALUES[codes] * np.float32(scale)).astype(np.float64)[..., None]
-    distance = np.abs(blocks.astype(np.float64)[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * step[..., None])
+    distance = np.abs(
+        blocks.astype(np.float64)[..., None]
+        - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * step[..., None]
+    )
     return np.add.accumulate(distance.min(-1) ** 2, -1)[..., -1]
 
 
@@ -112,7 +125,10 @@ def test_activations_on_a_gpu_differ_only_on_near_ties():
             ratio = blocks.max(-1) / (np.float32(6) * scale)
             step = np.minimum(ratio, np.float32(448)).astype(nvfp4.E4M3).astype(np.float32) * scale
             step = np.where(step >= np.float32(1e-5), step, np.float32(1))
-            tied = near(blocks / step[..., None], MIDPOINTS.astype(np.float64)) | near_scale_ties(ratio)[..., None]
+            tied = (
+                near(blocks / step[..., None], MIDPOINTS.astype(np.float64))
+                | near_scale_ties(ratio)[..., None]
+            )
         assert not (wrong & ~tied.reshape(x.shape)).any(), case
         same += int((~wrong).sum())
         total += wrong.size
@@ -145,7 +161,9 @@ def test_torchao_differs_only_by_reciprocals_and_the_sign_of_zero():
         t = nvfp4.pack(a["x"], tensor_scale=float(scale))
         blocks = x.reshape(8, 16, 16)
         amax = np.abs(blocks).max(-1)
-        wrong_scale = (t.block_scale.view(np.uint8) != a["block_scale"]) & (amax > 0)  # a zero block has any scale
+        wrong_scale = (t.block_scale.view(np.uint8) != a["block_scale"]) & (
+            amax > 0
+        )  # a zero block has any scale
         ratio = amax / (np.float32(6) * scale)
         small = (
             ratio < 2.0**-6
@@ -154,7 +172,9 @@ def test_torchao_differs_only_by_reciprocals_and_the_sign_of_zero():
         assert not (wrong_scale & ~small & ~near_scale_ties(ratio)).any(), case
         nibbles = [np.stack([c & 15, c >> 4], -1).reshape(8, 16, 16) for c in (t.codes, a["codes"])]
         quotient = np.abs(blocks) / (t.block_scale.astype(np.float32) * scale)[..., None]
-        explained = near(quotient, MIDPOINTS.astype(np.float64)) | wrong_scale[..., None] | (quotient == 0)
+        explained = (
+            near(quotient, MIDPOINTS.astype(np.float64)) | wrong_scale[..., None] | (quotient == 0)
+        )
         wrong = nibbles[0] != nibbles[1]
         assert not (wrong & ~explained).any(), case
         assert ((nibbles[0] & 7)[quotient == 0] == (nibbles[1] & 7)[quotient == 0]).all(), case

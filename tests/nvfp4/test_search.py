@@ -41,7 +41,9 @@ def errors(blocks: np.ndarray, steps: np.ndarray, weights: np.ndarray) -> np.nda
     return total
 
 
-def all_codes(w: np.ndarray, tensor_scale: np.float32, importance: np.ndarray | None, group: int = 16) -> np.ndarray:
+def all_codes(
+    w: np.ndarray, tensor_scale: np.float32, importance: np.ndarray | None, group: int = 16
+) -> np.ndarray:
     steps = nvfp4.E4M3_VALUES[1:127] * tensor_scale
     blocks = w.astype(np.float32).reshape(-1, group)
     columns = np.ones(w.shape[-1], np.float32) if importance is None else importance
@@ -56,7 +58,9 @@ def test_sweep_is_all_126_codes(weighted):
         x = in_dtype(w, DTYPES[2])
         importance = rng.gamma(0.3, 1, 512).astype(np.float32) if weighted else None
         for scale in (None, 2.0**-8):
-            codes, tensor_scale = by_variant(x, tensor_scale=scale, scale="sweep", importance=importance)
+            codes, tensor_scale = by_variant(
+                x, tensor_scale=scale, scale="sweep", importance=importance
+            )
             nonzero = (x.astype(np.float32).reshape(-1, 16) != 0).any(1)
             expected = all_codes(x, tensor_scale, importance)
             for variant, got in codes.items():
@@ -84,13 +88,19 @@ def test_sweep_of_larger_groups_is_all_126_codes(group):
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.lists(st.integers(-20, 20), min_size=16, max_size=16), st.integers(-14, 10), st.integers(0, 3))
+@given(
+    st.lists(st.integers(-20, 20), min_size=16, max_size=16),
+    st.integers(-14, 10),
+    st.integers(0, 3),
+)
 def test_sweep_on_blocks_with_few_values(values, exponent, seed):
     """Small integers times a power of two: many codes have the same error, and the lowest code must be chosen."""
     w = (np.array([values]) * 2.0**exponent).astype(np.float32)
     if not w.any():
         return
-    codes, tensor_scale = by_variant(np.repeat(w, 8, 0), tensor_scale=2.0**-9 * (1 + seed / 7), scale="sweep")
+    codes, tensor_scale = by_variant(
+        np.repeat(w, 8, 0), tensor_scale=2.0**-9 * (1 + seed / 7), scale="sweep"
+    )
     expected = np.repeat(all_codes(w, tensor_scale, None), 8)
     for variant, got in codes.items():
         np.testing.assert_array_equal(got, expected, variant)
@@ -108,7 +118,9 @@ def test_four_over_six_chooses_the_lower_error_and_six_on_a_tie():
         for factor in (1.0, 1.5):
             with np.errstate(over="ignore"):
                 ratio = amax * np.float32(factor) / (np.float32(6) * tensor_scale)
-            ratio = np.clip(np.where(ratio == 0, np.float32(1), ratio), np.float32(2**-9), np.float32(448))
+            ratio = np.clip(
+                np.where(ratio == 0, np.float32(1), ratio), np.float32(2**-9), np.float32(448)
+            )
             codes.append(ratio.astype(nvfp4.E4M3).view(np.uint8))
         table = errors(blocks, nvfp4.E4M3_VALUES[:127] * tensor_scale, np.ones_like(blocks))
         six, four = (table[np.arange(len(blocks)), c] for c in codes)

@@ -54,14 +54,24 @@ int main(void)
 """
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="compiles the table of variants with gcc, which is not installed")
+@pytest.mark.skipif(
+    not shutil.which("gcc"),
+    reason="compiles the table of variants with gcc, which is not installed",
+)
 def test_a_function_that_a_variant_lacks_is_the_earlier_ones(tmp_path):
-    second, third = {"x86_64": ("avx2", "avx512"), "aarch64": ("neon", "none")}.get(platform.machine(), ("none", "no"))
+    second, third = {"x86_64": ("avx2", "avx512"), "aarch64": ("neon", "none")}.get(
+        platform.machine(), ("none", "no")
+    )
     source, program = tmp_path / "partial.c", tmp_path / "partial"
     source.write_text(PARTIAL.replace("SECOND", second).replace("THIRD", third))
     table = ROOT / "csrc/nvfp4/variant.c"
-    subprocess.run(["gcc", "-std=c11", f"-I{ROOT}/csrc", str(source), str(table), "-o", str(program)], check=True)
-    lines = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    subprocess.run(
+        ["gcc", "-std=c11", f"-I{ROOT}/csrc", str(source), str(table), "-o", str(program)],
+        check=True,
+    )
+    lines = subprocess.run(
+        [str(program)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     assert lines == ["serial 1 1", f"{second} 1 2", f"{third} 3 2"][: len(nvfp4.variants())]
 
 
@@ -108,7 +118,9 @@ def test_variants_agree_on_many_random_weights():
         pattern[:256] = pattern[:256] & 0x83FF | 0x3C00
         x = in_dtype(pattern.view(DTYPES[2]).astype(np.float32), DTYPES[2])
         scale = float(np.exp(rng.uniform(-12, 2)))
-        for way in ({"tensor_scale": scale, "scale": s} for s in ("amax", "four_over_six", "sweep")):
+        for way in (
+            {"tensor_scale": scale, "scale": s} for s in ("amax", "four_over_six", "sweep")
+        ):
             nvfp4.set_variant("serial")
             expected = packed(x, **way)
             for variant in SIMD:
@@ -125,17 +137,25 @@ def test_variants_agree_on_a_tensor_scale_far_from_the_weights(scale):
     expected = packed(w, tensor_scale=scale, scale="sweep")
     for variant in SIMD:
         nvfp4.set_variant(variant)
-        np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), expected, variant)
+        np.testing.assert_array_equal(
+            packed(w, tensor_scale=scale, scale="sweep"), expected, variant
+        )
 
 
 @pytest.mark.parametrize("group", [16, 64])
 def test_variants_agree_if_the_smallest_step_is_larger_than_the_weights(group):
     """All codes give zeros and the same error, so the lowest is chosen; squares of |x| / step underflow in float."""
     divisor = np.float32(8.31409e-14)
-    w = np.random.default_rng(3).integers(-2000, 2001, (16, 256)).astype(np.float32) * divisor / np.float32(4)
+    w = (
+        np.random.default_rng(3).integers(-2000, 2001, (16, 256)).astype(np.float32)
+        * divisor
+        / np.float32(4)
+    )
     for variant in nvfp4.variants():
         nvfp4.set_variant(variant)
-        t = nvfp4.pack(w, group=group, scale="sweep", encoding="compressed-tensors", divisor=float(divisor))
+        t = nvfp4.pack(
+            w, group=group, scale="sweep", encoding="compressed-tensors", divisor=float(divisor)
+        )
         assert (t.block_scale.view(np.uint8) == 1).all(), variant
 
 
@@ -206,12 +226,17 @@ def test_any_bytes_decode(variant):
         finite = (scales & 0x7F) != 0x7F
         with np.errstate(over="ignore", invalid="ignore"):
             step = scales.view(nvfp4.E4M3).astype(np.float32) * scale
-            expected = nvfp4.E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1).reshape(blocks, 16)] * step
+            expected = (
+                nvfp4.E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1).reshape(blocks, 16)] * step
+            )
         known = np.broadcast_to(finite, got.shape) & ~np.isnan(expected)
         assert (bits(got)[known] == bits(expected)[known]).all()
         for kind, block in kquant.BLOCKS.items():
             raw = rng.integers(0, 256, (2, block.size_bytes * int(rng.integers(1, 4))), np.uint8)
-            assert kquant.dequantize(raw, kind).shape == (2, raw.shape[1] // block.size_bytes * block.elements)
+            assert kquant.dequantize(raw, kind).shape == (
+                2,
+                raw.shape[1] // block.size_bytes * block.elements,
+            )
 
 
 def test_python_threads_at_once():
@@ -265,7 +290,9 @@ for _ in range(1000): once()
 high = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 raise SystemExit(0 if high - low < 4096 else f"{high - low} KB more")
 """
-    done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=120, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -15,8 +15,12 @@ import pytest
 import annie_quant as aq
 from annie_quant import judge
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
@@ -42,7 +46,10 @@ def short_requests(template: Template) -> list[TurnRequest]:
     requests = []
     for workload in judge.load_workloads():
         if not workload.cases[0].turns:
-            candidates = [template.request(workload, case) for case in workload.cases[:: len(workload.cases) // 2][:2]]
+            candidates = [
+                template.request(workload, case)
+                for case in workload.cases[:: len(workload.cases) // 2][:2]
+            ]
             requests += [r for r in candidates if len(r.prompt) < 600]
     return requests
 
@@ -60,21 +67,30 @@ def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(naive: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TurnRequest], list[dict]]:
+def answered(
+    naive: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[TurnRequest], list[dict]]:
     requests = short_requests(Template(TINY_ANNIE))
     file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf").path
     with aq.serve.start(file) as server:
         return requests, [served(server.url, r) for r in requests]
 
 
-def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[TurnRequest], list[dict]]) -> None:
+def test_answers_equal_llama_cpps(
+    naive: Path, answered: tuple[list[TurnRequest], list[dict]]
+) -> None:
     requests, responses = answered
     assert len(requests) >= 20
     template = Template(TINY_ANNIE)
     ends = template.end_tokens
     model = runtime.load(naive, cache="float32", dtype=torch.float32)
-    plain = [Completion([t for t in r["tokens"] if t not in ends], r["stop_type"] == "eos") for r in responses]
-    rows = [Row(r.prompt, template.target(answer)) for r, answer in zip(requests, plain, strict=True)]
+    plain = [
+        Completion([t for t in r["tokens"] if t not in ends], r["stop_type"] == "eos")
+        for r in responses
+    ]
+    rows = [
+        Row(r.prompt, template.target(answer)) for r, answer in zip(requests, plain, strict=True)
+    ]
     equal, apart = {}, []  # apart: distances of log probabilities
     for numerics in ("w4a4", "w4a16"):
         runtime.set_numerics(model, numerics)
@@ -87,15 +103,21 @@ def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[TurnRequest]
             if difference is not None:
                 best = logits[difference.index].topk(2)
                 margin = float(best.values[0] - best.values[1])
-                assert best.indices[1] == rows[i].target[difference.index] and margin < NEAR, requests[i].name
+                assert best.indices[1] == rows[i].target[difference.index] and margin < NEAR, (
+                    requests[i].name
+                )
             steps = responses[i]["completion_probabilities"][: len(rows[i].target)]
             for own, step in zip(logits.log_softmax(-1), steps, strict=False):
                 apart += [
-                    abs(float(own[p["id"]]) - p["logprob"]) for p in step["top_logprobs"][:2] if p["logprob"] > -5
+                    abs(float(own[p["id"]]) - p["logprob"])
+                    for p in step["top_logprobs"][:2]
+                    if p["logprob"] > -5
                 ]
     assert equal["w4a16"] >= 0.9 * len(rows)
     assert len(apart) > 300 and max(apart) < 0.6 and sorted(apart)[len(apart) // 2] < 1e-3
-    assert equal["w4a4"] < equal["w4a16"], "rounded activations must change answers, or the comparison proves nothing"
+    assert equal["w4a4"] < equal["w4a16"], (
+        "rounded activations must change answers, or the comparison proves nothing"
+    )
 
 
 def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
@@ -121,6 +143,9 @@ def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
                 for i, logits in Engine(model).scores(rows)
             }
     for other in ("float32", "vllm-marlin"):
-        assert geometric_mean(distances["llama.cpp-cpu"][i] / distances[other][i] for i in range(len(rows))) < 0.8, (
-            other
-        )
+        assert (
+            geometric_mean(
+                distances["llama.cpp-cpu"][i] / distances[other][i] for i in range(len(rows))
+            )
+            < 0.8
+        ), other

@@ -5,15 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 from annie_quant.offline import engine  # noqa: E402
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_weights_are_rounded_before_the_sum_divides(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_rounded_before_the_sum_divides(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "QUERIES", 4)  # several blocks of queries
     rng = np.random.default_rng(5)
     batch, heads, steps, length, size = 2, 6, 9, 14, 8

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import vrcp14
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
 
 from annie_quant.offline.deltanet_cpu import exp_u20, fast_exp, reciprocal  # noqa: E402
 
@@ -19,14 +21,18 @@ def test_the_exponential_is_as_far_off_as_its_paper_states():
     x = torch.linspace(-20, 20, 1_000_001)
     error = (fast_exp(x).double() / x.double().exp() - 1).abs().max()
     assert 2e-5 < error < 1.2e-4
-    assert float(fast_exp(torch.zeros(1))) == pytest.approx(1 - 0.00010703434948458272 / 2, abs=1e-5)
+    assert float(fast_exp(torch.zeros(1))) == pytest.approx(
+        1 - 0.00010703434948458272 / 2, abs=1e-5
+    )
     assert fast_exp(torch.tensor([-88.0, -200.0, -1e30])).tolist() == [0, 0, 0]
 
 
 def test_the_other_exponential_is_within_20_units_in_the_last_place():
     x = torch.linspace(-87, 88, 1_000_001)
     exact = x.double().exp()
-    units = (exp_u20(x).double() - exact).abs() / torch.from_numpy(np.spacing(exact.float().numpy())).double()
+    units = (exp_u20(x).double() - exact).abs() / torch.from_numpy(
+        np.spacing(exact.float().numpy())
+    ).double()
     assert 1 < units.max() <= 20
     assert exp_u20(torch.zeros(1)).item() == 1
 

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import TINY_ANNIE
 
-pytest.importorskip("transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]")
+pytest.importorskip(
+    "transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]"
+)
 
 from annie_quant.judge.answers import Form
 from annie_quant.offline.pair import FIELDS, kl_summary
@@ -29,7 +31,10 @@ PLANTED: list[tuple[Form, str]] = [
         "hermes",
         '^Fine. ^<tool_call>{"arguments": {^}, "name": "^f"}^</tool_call>\n^<tool_call>{"name": "^g"}^</tool_call>',
     ),
-    ("hermes", '^<tool_call>\n{"name": "^f", "arguments": {"^q": ^"^say \\"no\\" }"^}}\n^</tool_call>'),
+    (
+        "hermes",
+        '^<tool_call>\n{"name": "^f", "arguments": {"^q": ^"^say \\"no\\" }"^}}\n^</tool_call>',
+    ),
     ("hermes", '^<tool_call>{"name": "^f", "arguments": {"^q": ^"^cut'),
     ("hermes", '^<tool_call>\n{"name": "^c^u^t'),
     ("hermes", '^<tool_call>\n{"name": [1, "cut'),
@@ -41,8 +46,14 @@ PLANTED: list[tuple[Form, str]] = [
         "^<tool_call>\n<function=^g^o>\n<parameter=^city>\n^Paris\n</parameter>\n<parameter=^n>\n^1\n</parameter>\n^</function>\n"
         "^</tool_call>",
     ),
-    ("qwen_xml", "^Hm.\n</think>\n\n^Right. ^<tool_call>\n<function=^f>\n^</function>\n^</tool_call>"),
-    ("llama_json", '^{"name": "^f", "parameters": {"^q": ^"^rain"^}}; ^{"name": "^g", "parameters": {^}}'),
+    (
+        "qwen_xml",
+        "^Hm.\n</think>\n\n^Right. ^<tool_call>\n<function=^f>\n^</function>\n^</tool_call>",
+    ),
+    (
+        "llama_json",
+        '^{"name": "^f", "parameters": {"^q": ^"^rain"^}}; ^{"name": "^g", "parameters": {^}}',
+    ),
     ("llama_json", '^<|python_tag|>^{"name": "^f", "parameters": {"^q": ^true^}}'),
     ("llama_json", '^A {"name": "f", "parameters": {}} inside of text.'),
 ]
@@ -88,12 +99,18 @@ def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
     st.lists(st.sampled_from(['{"', "name", '":', '"', " ", "arguments", "{", "}", "]", "<tool_call>", "</tool_call>", "\\", "é",
                               "<function=", ">", "<parameter=", "</think>", ";", "[", "1", ","]), max_size=30).map("".join),
 )  # fmt: skip
-def test_any_text_has_points_inside_of_it_and_its_first_character_is_one(form: Form, text: str) -> None:
+def test_any_text_has_points_inside_of_it_and_its_first_character_is_one(
+    form: Form, text: str
+) -> None:
     points = deciding(text, form)
     assert 0 in points and all(0 <= p <= len(text) for p in points)
 
 
-@given(st.text(max_size=40), st.sets(st.integers(0, 39)), st.lists(st.integers(1, 5), min_size=40, max_size=40))
+@given(
+    st.text(max_size=40),
+    st.sets(st.integers(0, 39)),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+)
 def test_every_point_is_in_one_piece(text: str, points: set[int], sizes: list[int]) -> None:
     points = {p for p in points if p < len(text)}
     pieces, at = [], 0
@@ -106,7 +123,12 @@ def test_every_point_is_in_one_piece(text: str, points: set[int], sizes: list[in
 
 
 def template(folder: Path, form: Form) -> Template:
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         shutil.copyfile(TINY_ANNIE / name, folder / name)
     turns = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}"
     if form != "qwen_xml":
@@ -116,7 +138,9 @@ def template(folder: Path, form: Form) -> Template:
 
 
 @pytest.mark.parametrize(("form", "marked"), [p for p in PLANTED if "</think>" not in p[1]])
-def test_tokens_decide_that_have_such_a_character_or_end_the_turn(tmp_path: Path, form: Form, marked: str) -> None:
+def test_tokens_decide_that_have_such_a_character_or_end_the_turn(
+    tmp_path: Path, form: Form, marked: str
+) -> None:
     reader = template(tmp_path, form)
     text, points = planted(marked)
     target = [*reader.ids(text), reader.end_tokens[0]]

@@ -5,8 +5,12 @@ import functools
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 pytest.importorskip("hypothesis")
 
@@ -37,14 +41,27 @@ def inputs(batch: int, steps: int, heads: int = 2, dk: int = 8, dv: int = 12, se
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, batch, steps, heads, dk))
     v = rng.standard_normal((batch, steps, heads, dv))
-    return [q, k, v, -rng.exponential(0.5, (batch, steps, heads)), rng.random((batch, steps, heads))]
+    return [
+        q,
+        k,
+        v,
+        -rng.exponential(0.5, (batch, steps, heads)),
+        rng.random((batch, steps, heads)),
+    ]
 
 
 def run(arrays, state=None, rule=deltanet.gated_delta_rule):
     q, k, v, g, beta = (torch.from_numpy(a).float() for a in arrays)
     state = None if state is None else torch.from_numpy(state).float()
     out, after = rule(
-        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
     )
     return out.numpy(), after.numpy()
 
@@ -76,7 +93,10 @@ def test_operands_are_rounded_as_servers_kernels_do(steps: int) -> None:
     def error(to_operand) -> tuple[float, float]:
         rounded = functools.partial(deltanet.gated_delta_rule, to_operand=to_operand)
         out, after = run(arrays, rule=rounded)
-        return tuple(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in ((out, expected), (after, state)))
+        return tuple(
+            float(np.linalg.norm(a - b) / np.linalg.norm(b))
+            for a, b in ((out, expected), (after, state))
+        )
 
     assert max(error(lambda x: x)) < 1e-5
     assert all(1e-3 < e < 2e-2 for e in error(lambda x: x.bfloat16().float()))
@@ -126,8 +146,12 @@ def test_answers_are_decoded_in_float32_after_a_rounded_prompt() -> None:
     for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         one = slice(row, row + 1)
         head, middle = run([a[one, :prompt] for a in arrays], start[one], rounds)
-        np.testing.assert_allclose(out[row, :prompt], head[0], atol=2e-2, rtol=2e-2)  # chunks end elsewhere
-        tail, after = recurrence(*(a[one, prompt:length] for a in arrays), middle.astype(np.float64))
+        np.testing.assert_allclose(
+            out[row, :prompt], head[0], atol=2e-2, rtol=2e-2
+        )  # chunks end elsewhere
+        tail, after = recurrence(
+            *(a[one, prompt:length] for a in arrays), middle.astype(np.float64)
+        )
         exact, _ = recurrence(*(a[one, :length] for a in arrays), start[one])
         np.testing.assert_allclose(out[row, prompt:length], tail[0], atol=2e-2, rtol=2e-2)
         np.testing.assert_allclose(state[row], after[0], atol=2e-2, rtol=2e-2)
@@ -164,7 +188,10 @@ def test_convolution_steps_are_the_convolution(bias: bool) -> None:
     )
     np.testing.assert_allclose(whole.numpy(), sums / (1 + np.exp(-sums)), atol=1e-5)
     state = torch.zeros(2, 6, 4)
-    steps = [deltanet.causal_conv_step(x[:, :, t : t + 1], state, weight, offset, "silu") for t in range(9)]
+    steps = [
+        deltanet.causal_conv_step(x[:, :, t : t + 1], state, weight, offset, "silu")
+        for t in range(9)
+    ]
     torch.testing.assert_close(torch.cat(steps, -1), whole)
 
 

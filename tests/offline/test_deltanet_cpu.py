@@ -5,8 +5,12 @@ import functools
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 from annie_quant.offline import (  # noqa: E402
@@ -14,7 +18,11 @@ from annie_quant.offline import (  # noqa: E402
     profiles,
 )
 from annie_quant.offline.deltanet import RaggedBatch  # noqa: E402
-from annie_quant.offline.deltanet_cpu import gated_delta_rule_cpu, normalized_as_on_a_cpu, rounded_inverse  # noqa: E402
+from annie_quant.offline.deltanet_cpu import (  # noqa: E402
+    gated_delta_rule_cpu,
+    normalized_as_on_a_cpu,
+    rounded_inverse,
+)
 
 
 def bf16(x):
@@ -29,7 +37,8 @@ def approximate_exp(x):
     """e^x as 2^n (1 + f) for x log2(e) less a cubic of its fraction: Malossi et al., 2015."""
     y = np.asarray(x) * np.log2(np.e)
     y = y - np.polyval(
-        [-0.079204240219773236, -0.22433836478672356, 0.30354260500649682, 0.00010703434948458272], y % 1
+        [-0.079204240219773236, -0.22433836478672356, 0.30354260500649682, 0.00010703434948458272],
+        y % 1,
     )
     return 2 ** np.floor(y) * (1 + y % 1)
 
@@ -43,7 +52,10 @@ def row_by_row(q, k, v, g, beta, state, size: int = 64, exp=approximate_exp, eps
         n, decay = len(rows), np.cumsum(g[rows])
         inverse = np.eye(n)
         for i in range(n):
-            own = [bf16((k[rows[i]] @ k[rows[j]]) * beta[rows[i]] * exp(decay[i] - decay[j])) for j in range(i)]
+            own = [
+                bf16((k[rows[i]] @ k[rows[j]]) * beta[rows[i]] * exp(decay[i] - decay[j]))
+                for j in range(i)
+            ]
             for j in range(i):
                 inverse[i, j] = bf16(-own[j] - sum(own[m] * inverse[m, j] for m in range(j + 1, i)))
         weighted = np.array([bf16(k[t] * beta[t] * exp(decay[i])) for i, t in enumerate(rows)])
@@ -62,7 +74,13 @@ def inputs(batch: int, steps: int, heads: int = 2, dk: int = 16, dv: int = 12, s
     rng = np.random.default_rng(seed)
     q, k = bf16(rng.standard_normal((2, batch, steps, heads, dk)))
     v = bf16(rng.standard_normal((batch, steps, heads, dv)))
-    return [q, k, v, -rng.exponential(0.1, (batch, steps, heads)), bf16(rng.random((batch, steps, heads)))]
+    return [
+        q,
+        k,
+        v,
+        -rng.exponential(0.1, (batch, steps, heads)),
+        bf16(rng.random((batch, steps, heads))),
+    ]
 
 
 def run(rule, arrays, state=None):
@@ -80,7 +98,10 @@ def distance(one, other) -> float:
 @pytest.mark.parametrize("steps", [1, 2, 63, 64, 65, 150])
 def test_roundings_are_those_of_the_cpus_kernel(steps: int) -> None:
     """The GPU's order of roundings is several times farther away."""
-    arrays, start = inputs(2, steps, seed=steps), np.random.default_rng(9).standard_normal((2, 2, 16, 12))
+    arrays, start = (
+        inputs(2, steps, seed=steps),
+        np.random.default_rng(9).standard_normal((2, 2, 16, 12)),
+    )
     own = run(functools.partial(gated_delta_rule_cpu, to_operand=to_bf16), arrays, start)
     gpu = run(functools.partial(deltanet.gated_delta_rule, to_operand=to_bf16), arrays, start)
     expected = np.zeros_like(own[0]), np.zeros_like(own[1])
@@ -95,10 +116,15 @@ def test_roundings_are_those_of_the_cpus_kernel(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 40, 150])
 def test_without_rounding_it_is_the_rule(steps: int) -> None:
-    arrays, start = inputs(2, steps, seed=steps), np.random.default_rng(9).standard_normal((2, 2, 16, 12))
+    arrays, start = (
+        inputs(2, steps, seed=steps),
+        np.random.default_rng(9).standard_normal((2, 2, 16, 12)),
+    )
     own = run(functools.partial(gated_delta_rule_cpu, to_operand=lambda x: x), arrays, start)
     for actual, expected in zip(own, run(deltanet.gated_delta_rule, arrays, start), strict=True):
-        np.testing.assert_allclose(actual, expected, atol=5e-4, rtol=1e-3)  # the exponentials are 1e-4 off
+        np.testing.assert_allclose(
+            actual, expected, atol=5e-4, rtol=1e-3
+        )  # the exponentials are 1e-4 off
 
 
 @pytest.mark.parametrize("other", [{"exp": np.exp}, {"epsilon": 1e-6}])
@@ -122,7 +148,9 @@ def test_the_initial_state_is_not_changed() -> None:
 def test_the_unrounded_inverse_is_the_inverse() -> None:
     lower = (torch.randn(3, 24, 24, dtype=torch.float64) * 0.3).tril(-1)
     matrix = lower + torch.eye(24, dtype=torch.float64)
-    np.testing.assert_allclose(rounded_inverse(lower, lambda x: x), np.linalg.inv(matrix.numpy()), atol=1e-9)
+    np.testing.assert_allclose(
+        rounded_inverse(lower, lambda x: x), np.linalg.inv(matrix.numpy()), atol=1e-9
+    )
 
 
 def decoded(q, k, v, g, beta, state, epsilon: float):
@@ -167,7 +195,9 @@ def test_layers_have_the_kernels_of_their_profile(name: str) -> None:
     layer, batch = TinyGatedDeltaNet(), RaggedBatch()
     arrays = inputs(1, 81, heads=1, seed=4)
     arrays[0], arrays[1] = arrays[0] * 0.01, arrays[1] * 0.01
-    head, middle, last = ([a[:, span] for a in arrays] for span in (slice(70), slice(70, 80), slice(80, 81)))
+    head, middle, last = (
+        [a[:, span] for a in arrays] for span in (slice(70), slice(70, 80), slice(80, 81))
+    )
     on_cpu = name.startswith("vllm-cpu")
     rule = gated_delta_rule_cpu if on_cpu else deltanet.gated_delta_rule
     rule = rule if name == "float32" else functools.partial(rule, to_operand=to_bf16)
@@ -177,7 +207,10 @@ def test_layers_have_the_kernels_of_their_profile(name: str) -> None:
     third, _ = decoded(*one[1], state, 1e-5 if on_cpu else 1e-6)
     batch.set(None, 80, None, torch.tensor([70]))
     with deltanet.ragged_layers([layer], profiles.find_profile(name), batch):
-        out, state = run(layer.chunk_gated_delta_rule, [np.concatenate(p, 1) for p in zip(head, middle, strict=True)])
+        out, state = run(
+            layer.chunk_gated_delta_rule,
+            [np.concatenate(p, 1) for p in zip(head, middle, strict=True)],
+        )
         alone, _ = run(layer.recurrent_gated_delta_rule, last, state)
     expected = np.concatenate((first[0, :, 0], second, third))
     expected = expected if name == "float32" else bf16(expected)

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 
 from runtime_models import save_mixture, save_reference, single_names  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -20,7 +24,12 @@ from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.offline.decoding import Drafted, DraftHead, draft_acceptance, spread_answers  # noqa: E402
 from annie_quant.offline.engine import Engine  # noqa: E402
 
-ZERO = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")  # outputs of a layer's parts
+ZERO = (
+    "o_proj.weight",
+    "out_proj.weight",
+    "down_proj.weight",
+    "experts.down_proj",
+)  # outputs of a layer's parts
 
 
 def with_head(source: Path, folder: Path, fc: str, bigram: bool) -> Path:
@@ -60,7 +69,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
-def test_the_head_computes_what_transformers_layer_computes(home: Path, tmp_path: Path, kind: str) -> None:
+def test_the_head_computes_what_transformers_layer_computes(
+    home: Path, tmp_path: Path, kind: str
+) -> None:
     """Its layer is the model's own layer 3: transformers computes it with eager attention and an explicit mask."""
     folder = with_head(home / kind, tmp_path / "model", "both", bigram=False)
     model = offline.load(folder, dtype=torch.float32)
@@ -81,7 +92,9 @@ def test_the_head_computes_what_transformers_layer_computes(home: Path, tmp_path
 
 
 @pytest.mark.parametrize(("fc", "share"), [("embedding", 1.0), ("hidden", 0.1), ("nothing", 0.1)])
-def test_acceptance_of_heads_with_known_drafts(home: Path, tmp_path: Path, fc: str, share: float) -> None:
+def test_acceptance_of_heads_with_known_drafts(
+    home: Path, tmp_path: Path, fc: str, share: float
+) -> None:
     """In a bigram model a head that reads the last token drafts every token; one that reads the state before it, none."""
     folder = with_head(home / "dense", tmp_path / "model", fc, bigram=True)
     model = offline.load(folder, dtype=torch.float32)
@@ -91,7 +104,9 @@ def test_acceptance_of_heads_with_known_drafts(home: Path, tmp_path: Path, fc: s
         for _ in range(12):
             with torch.inference_mode():
                 answer.append(int(model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
-        if len(set(answer)) == len(answer):  # without a cycle, so that the token before is never the right draft
+        if len(set(answer)) == len(
+            answer
+        ):  # without a cycle, so that the token before is never the right draft
             answers.append(Drafted("chains", prompt, answer))
     assert len(answers) > 1
     figures = draft_acceptance(Engine(model), ModelFolder(folder), answers)["chains"]
@@ -102,7 +117,10 @@ def test_acceptance_of_heads_with_known_drafts(home: Path, tmp_path: Path, fc: s
 
 def test_a_checkpoint_without_a_head_has_no_figures(home: Path) -> None:
     model = offline.load(home / "dense", dtype=torch.float32)
-    assert draft_acceptance(Engine(model), ModelFolder(home / "dense"), [Drafted("x", [1, 2], [3, 4])]) == {}
+    assert (
+        draft_acceptance(Engine(model), ModelFolder(home / "dense"), [Drafted("x", [1, 2], [3, 4])])
+        == {}
+    )
 
 
 def test_answers_are_spread_and_bounded() -> None:
@@ -113,12 +131,18 @@ def test_answers_are_spread_and_bounded() -> None:
 
 
 def workload() -> Workload:
-    cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(2))
-    return Workload("sums", "", None, "Be brief.", None, False, 8, 0, ("non_empty", "no_markdown"), cases)
+    cases = tuple(
+        Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(2)
+    )
+    return Workload(
+        "sums", "", None, "Be brief.", None, False, 8, 0, ("non_empty", "no_markdown"), cases
+    )
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_the_evaluation_of_a_mixture_reports_acceptance(home: Path, tmp_path: Path, merged: bool) -> None:
+def test_the_evaluation_of_a_mixture_reports_acceptance(
+    home: Path, tmp_path: Path, merged: bool
+) -> None:
     """The whole evaluation of a mixture: gates, KL, ensemble and drafts; experts merged or single in the checkpoint."""
     source = with_head(home / "mixture", tmp_path / "bf16", "embedding", bigram=True)
     if not merged:
@@ -128,6 +152,9 @@ def test_the_evaluation_of_a_mixture_reports_acceptance(home: Path, tmp_path: Pa
     result = runtime.evaluate(tmp_path / "nvfp4", source, **arguments, with_ensemble=merged)
     side = result["numerics"]["w4a16"]
     assert side["kl"]["n_tokens"] > 0 and set(side["gates"]) >= {"non_empty", "no_markdown"}
-    assert side["drafts"]["sums"]["n"] > 0 and side["drafts"]["sums"]["accepted"] == side["drafts"]["sums"]["n"]
+    assert (
+        side["drafts"]["sums"]["n"] > 0
+        and side["drafts"]["sums"]["accepted"] == side["drafts"]["sums"]["n"]
+    )
     assert result["reference_drafts"]["sums"]["accepted"] == result["reference_drafts"]["sums"]["n"]
     assert bool(result.get("members")) == merged

@@ -9,8 +9,12 @@ as value * (scale * weight_scale_2); the product is a matrix product in the acti
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
@@ -30,7 +34,11 @@ def to_e2m1(x: np.ndarray) -> np.ndarray:
 
 
 def emulated(
-    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, scale_2: np.float32, input_scale: np.float32
+    x: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    scale_2: np.float32,
+    input_scale: np.float32,
 ) -> np.ndarray:
     """float64 product of the two dequantized sides, [M, N]."""
     g = np.float32(1) / input_scale
@@ -75,4 +83,6 @@ def test_w4a4_is_the_documented_emulation(kind: str, rows: int) -> None:
     assert close.mean() > 0.98
     layer.set_numerics("w4a16")
     unrounded = layer(torch.from_numpy(x)).detach().numpy()
-    assert np.linalg.norm(unrounded - expected) > 0.02 * np.linalg.norm(expected), "the rounding must change the result"
+    assert np.linalg.norm(unrounded - expected) > 0.02 * np.linalg.norm(expected), (
+        "the rounding must change the result"
+    )

@@ -2,7 +2,9 @@
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip(
     "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
 )
@@ -50,7 +52,9 @@ def prompts() -> list[list[int]]:
     rng = random.Random(0)
     words = lambda n: [rng.randrange(20, 1200) for _ in range(n)]  # noqa: E731
     first, second = words(60), words(90)
-    many = [first + words(n) for n in (1, 2, 3, 17, 40)] + [second + words(n) for n in (1, 5, 33, 34)]
+    many = [first + words(n) for n in (1, 2, 3, 17, 40)] + [
+        second + words(n) for n in (1, 5, 33, 34)
+    ]
     return [*many, first + many[4][60:80], words(1), words(2), words(5)]
 
 
@@ -91,11 +95,15 @@ def test_a_prefix_is_computed_once_per_arithmetic(model, monkeypatch) -> None:
         rounded = scores(engine)
         widths: list[int] = []
         step = engine.step
-        monkeypatch.setattr(engine, "step", lambda ids, *rest: widths.append(len(ids)) or step(ids, *rest))
+        monkeypatch.setattr(
+            engine, "step", lambda ids, *rest: widths.append(len(ids)) or step(ids, *rest)
+        )
         assert all(map(torch.equal, rounded, scores(engine)))
     n_again = len(widths)
     with emulate(model, UNQUANTIZED):
-        assert all(map(torch.equal, plain, scores(engine))), "a prefix of the rounded arithmetic was used"
+        assert all(map(torch.equal, plain, scores(engine))), (
+            "a prefix of the rounded arithmetic was used"
+        )
     assert not any(map(torch.equal, plain, rounded))
     assert n_again < len(widths) - n_again, "the second pass computed its prefixes again"
 
@@ -112,8 +120,12 @@ def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [128, 4])
-def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, monkeypatch) -> None:
-    monkeypatch.setattr(decoding, "SPARE_COLUMNS", 5)  # so that the batch is cut again while rows run
+def test_steps_in_buffers_of_fixed_size_give_the_same_answers(
+    model, rows: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        decoding, "SPARE_COLUMNS", 5
+    )  # so that the batch is cut again while rows run
     requests = prompts()
     limits = [1 + 3 * (i % 6) for i in range(len(requests))]
     engine = Engine(model, rows=rows)
@@ -123,7 +135,9 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, 
     written = []
     compute = decoding.compute
     monkeypatch.setattr(
-        decoding, "compute", lambda e, running: (written.append(int(running.column)), compute(e, running))
+        decoding,
+        "compute",
+        lambda e, running: (written.append(int(running.column)), compute(e, running)),
     )
     assert generate(engine, requests, limits, [END]) == usual
     assert written, "no step was computed in fixed buffers"
@@ -181,7 +195,9 @@ def test_a_step_that_cannot_be_captured_is_computed_directly(model) -> None:
     on_gpu = copy.deepcopy(model).to("cuda")
     expected = generate(Engine(on_gpu), prompts(), [9] * 13, [END])
     engine = Engine(on_gpu)
-    hook = on_gpu.base_model.layers[0].register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    hook = on_gpu.base_model.layers[0].register_forward_hook(
+        lambda module, args, output: output.sum().item() and None
+    )
     try:
         assert generate(engine, prompts(), [9] * 13, [END]) == expected
     finally:
@@ -192,7 +208,9 @@ def test_a_step_that_cannot_be_captured_is_computed_directly(model) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [32, 64])
 def test_the_inverse_of_a_gpu_is_that_of_forward_substitution(size: int) -> None:
-    lower = torch.randn(300, size, size, generator=torch.Generator().manual_seed(0)).mul(0.2).tril(-1)
+    lower = (
+        torch.randn(300, size, size, generator=torch.Generator().manual_seed(0)).mul(0.2).tril(-1)
+    )
     exact = torch.linalg.inv(lower.double() + torch.eye(size, dtype=torch.float64))
     error = deltanet.unit_lower_inverse(lower.cuda()).cpu() - exact
     assert error.norm() < 1e-5 * exact.norm()
@@ -223,9 +241,17 @@ def test_a_limit_of_zero_gives_no_tokens(model) -> None:
 
 
 def test_the_models_own_layers_are_restored(model) -> None:
-    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
+    before = [
+        (m.chunk_gated_delta_rule, m.causal_conv1d_fn)
+        for m in model.modules()
+        if hasattr(m, "causal_conv1d_fn")
+    ]
     generate(Engine(model), prompts(), [2] * 13, [END])
-    after = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
+    after = [
+        (m.chunk_gated_delta_rule, m.causal_conv1d_fn)
+        for m in model.modules()
+        if hasattr(m, "causal_conv1d_fn")
+    ]
     assert before == after and model.config._attn_implementation == "sdpa"
 
 
@@ -240,7 +266,10 @@ def test_other_attention_is_refused(model) -> None:
         config.layer_types = kinds
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=60), min_size=1, max_size=12), st.integers(0, 59))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=60), min_size=1, max_size=12),
+    st.integers(0, 59),
+)
 def test_groups_cover_all_rows_and_share_their_prefix(rows: list[list[int]], cut: int) -> None:
     caps = [min(cut, len(r) - 1) for r in rows]
     groups = group_by_prefix(rows, caps)
@@ -252,7 +281,9 @@ def test_groups_cover_all_rows_and_share_their_prefix(rows: list[list[int]], cut
 
 
 def test_a_common_system_prompt_is_computed_once() -> None:
-    rows = [[*range(300), 1000 + i, i] for i in range(50)] + [[*range(500, 900), 1000 + i, i] for i in range(50)]
+    rows = [[*range(300), 1000 + i, i] for i in range(50)] + [
+        [*range(500, 900), 1000 + i, i] for i in range(50)
+    ]
     groups = group_by_prefix(rows, [len(r) - 1 for r in rows])
     assert sorted((g.shared, len(g.rows)) for g in groups) == [(300, 50), (400, 50)]
 
@@ -265,4 +296,10 @@ def test_parts_are_in_order_and_within_the_limit(sizes: list[int], limit: int) -
 
 
 def test_common_prefix() -> None:
-    assert [common_prefix([1, 2, 3], x) for x in ([], [1], [1, 2, 3], [1, 2, 4], [2])] == [0, 1, 3, 2, 0]
+    assert [common_prefix([1, 2, 3], x) for x in ([], [1], [1, 2, 3], [1, 2, 4], [2])] == [
+        0,
+        1,
+        3,
+        2,
+        0,
+    ]

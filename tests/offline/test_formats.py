@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 import modelopt_backend  # noqa: E402
@@ -58,7 +64,10 @@ def quantized(reference: Path, config: dict, folder: Path):
         model = mtq.quantize(model, modelopt_backend.with_backend(config), lambda m: m(ids()))
         with torch.inference_mode():
             names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-            inputs = {n: torch.randn(6, model.get_submodule(n).in_features, dtype=torch.bfloat16) for n in names}
+            inputs = {
+                n: torch.randn(6, model.get_submodule(n).in_features, dtype=torch.bfloat16)
+                for n in names
+            }
             outputs = {n: model.get_submodule(n)(x) for n, x in inputs.items()}
         modelopt_backend.release(model)
         export_hf_checkpoint(model, export_dir=folder)
@@ -69,18 +78,30 @@ def test_awq_with_pre_quant_scale(reference: Path, tmp_path: Path) -> None:
     from modelopt.torch.quantization import NVFP4_AWQ_LITE_CFG
 
     inputs, outputs = quantized(reference, NVFP4_AWQ_LITE_CFG, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4_AWQ"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"]
+        == "NVFP4_AWQ"
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     scaled = [n for n, m in nvfp4_linears(model).items() if m.pre_quant_scale is not None]
-    assert len(scaled) == 8 and {n.rpartition(".")[2] for n in scaled} == {"down_proj", "o_proj", "out_proj"}
+    assert len(scaled) == 8 and {n.rpartition(".")[2] for n in scaled} == {
+        "down_proj",
+        "o_proj",
+        "out_proj",
+    }
     with torch.inference_mode():
         for name in scaled:  # the scales of the others are folded into the norms before them
-            actual, expected = model.get_submodule(name)(inputs[name]).float(), outputs[name].float()
+            actual, expected = (
+                model.get_submodule(name)(inputs[name]).float(),
+                outputs[name].float(),
+            )
             error = (actual - expected).norm()
             assert error < 0.03 * expected.norm(), name  # the export rounds the scales to bf16
             linear = model.get_submodule(name)
             pre, linear.pre_quant_scale = linear.pre_quant_scale, None
-            assert (linear(inputs[name]).float() - expected).norm() > 5 * error, "the scale must matter"
+            assert (linear(inputs[name]).float() - expected).norm() > 5 * error, (
+                "the scale must matter"
+            )
             linear.pre_quant_scale = pre
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
@@ -97,14 +118,19 @@ def test_mixed_precision_with_fp8_linears_and_an_fp8_cache(
     assert config["quant_algo"] == "MIXED_PRECISION" and config["kv_cache_scheme"]
     caplog.clear()
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [r.message for r in caplog.records if "KV cache" in r.message], "an FP8 cache is ignored with a warning"
+    assert [r.message for r in caplog.records if "KV cache" in r.message], (
+        "an FP8 cache is ignored with a warning"
+    )
     eight = [n for n, m in model.named_modules() if isinstance(m, FP8Linear)]
     assert len(eight) == 7 and len(nvfp4_linears(model)) == 12
     assert runtime.numerics_of(model) == ["w4a16"]
     tensors = load_file(tmp_path / "model.safetensors")
     with torch.inference_mode():
         for name in (*eight, *nvfp4_linears(model)):
-            actual, expected = model.get_submodule(name)(inputs[name]).float(), outputs[name].float()
+            actual, expected = (
+                model.get_submodule(name)(inputs[name]).float(),
+                outputs[name].float(),
+            )
             if not name.endswith(
                 ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
             ):  # these share one amax after the export
@@ -128,7 +154,9 @@ def same(before: dict, after: dict) -> bool:
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)
+        ), name
     return True
 
 
@@ -156,7 +184,9 @@ def test_compressed_tensors(reference: Path, tmp_path: Path, config: str) -> Non
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     linears = nvfp4_linears(model)
     assert linears and all(type(m) is PackedNVFP4Linear for m in linears.values())
-    assert runtime.numerics_of(model) == (["w4a4", "w4a16"] if config == "NVFP4_DEFAULT_CFG" else ["w4a16"])
+    assert runtime.numerics_of(model) == (
+        ["w4a4", "w4a16"] if config == "NVFP4_DEFAULT_CFG" else ["w4a16"]
+    )
     tensors = load_file(folder / "model.safetensors")
     for name, linear in linears.items():
         weight = by_compressed_tensors(tensors, name, linear.group)
@@ -169,7 +199,8 @@ def test_compressed_tensors(reference: Path, tmp_path: Path, config: str) -> Non
     model.save_pretrained(tmp_path / "saved")
     assert same(tensors, load_file(tmp_path / "saved" / "model.safetensors"))
     after, before = (
-        json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path / "saved", folder)
+        json.loads((f / "config.json").read_text())["quantization_config"]
+        for f in (tmp_path / "saved", folder)
     )
     assert after == before
 
@@ -180,7 +211,9 @@ def by_compressed_tensors(tensors: dict, name: str, group: int) -> "torch.Tensor
         "compressed_tensors.compressors.nvfp4.helpers", reason="pip install compressed-tensors"
     )
     packed = tensors[f"{name}.weight_packed"]
-    values = helpers.unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float32)
+    values = helpers.unpack_fp4_from_uint8(
+        packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float32
+    )
     scale = tensors[f"{name}.weight_scale"].float() / tensors[f"{name}.weight_global_scale"]
     return (values.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2)
 
@@ -190,7 +223,14 @@ def test_other_compressed_tensors_formats_keep_transformers_quantizer() -> None:
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "dynamic": False,
+    }
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized",
               "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}}  # fmt: skip
     assert isinstance(AutoQuantizationConfig.from_dict(config), CompressedTensorsConfig)
@@ -202,4 +242,6 @@ def test_group_32_reads_as_modelopt_does(reference: Path, tmp_path: Path) -> Non
     weights = dequantized(folder)
     for name, linear in nvfp4_linears(model).items():
         assert linear.group == 32
-        assert torch.equal(linear.rows(0, linear.out_features, torch.bfloat16), weights[f"{name}.weight"])
+        assert torch.equal(
+            linear.rows(0, linear.out_features, torch.bfloat16), weights[f"{name}.weight"]
+        )

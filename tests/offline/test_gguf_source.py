@@ -12,7 +12,9 @@ import annie_quant as aq
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 
-torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the models are made with torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
 gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
 
@@ -22,7 +24,11 @@ from paths import TINY_ANNIE  # noqa: E402
 from annie_quant.offline import loading  # noqa: E402
 
 KINDS = ["llama", "qwen2", "qwen2-tied", "qwen3"]
-TEXTS = ["Hello 12345, straße 東京 ½!", "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>\n", "x  = 1\n\n\tend"]
+TEXTS = [
+    "Hello 12345, straße 東京 ½!",
+    "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>\n",
+    "x  = 1\n\n\tend",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +42,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_folder_is_the_model_in_the_file(files: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
+def test_the_folder_is_the_model_in_the_file(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str
+) -> None:
     source, file = files[kind]
     result = loading.convert_gguf(file, tmp_path / "out")
     assert result.loss == [], "nothing was rounded"
     one, other = ModelFolder(source), ModelFolder(tmp_path / "out")
-    assert {n: one.tensor(n).tobytes() for n in one} == {n: other.tensor(n).tobytes() for n in other}
+    assert {n: one.tensor(n).tobytes() for n in one} == {
+        n: other.tensor(n).tobytes() for n in other
+    }
     for field in ("model_type", "tie_word_embeddings", "num_key_value_heads", "hidden_size"):
         assert one.config[field] == other.config[field]
-    tokenizer, ours = (transformers.AutoTokenizer.from_pretrained(f) for f in (source, tmp_path / "out"))
+    tokenizer, ours = (
+        transformers.AutoTokenizer.from_pretrained(f) for f in (source, tmp_path / "out")
+    )
     for text in TEXTS:
         assert ours(text)["input_ids"] == tokenizer(text)["input_ids"]
     messages = [{"role": "user", "content": "Hi."}]
     options = {"tokenize": False, "add_generation_prompt": True}
-    assert ours.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(messages, **options)
+    assert ours.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(
+        messages, **options
+    )
     ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
     assert tokenizer.eos_token_id in ends and ours.eos_token == tokenizer.eos_token
     assert set(ends) <= set(tokenizer.get_added_vocab().values()), "plain text ends no answer"
@@ -75,7 +89,9 @@ def test_a_file_is_parsed_once(
 def test_rounded_tensors_are_stated_and_compare_shows_only_the_last_rounding(
     files: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    file = Path(aq.checkpoint.convert(files["qwen2"][0], "gguf", tmp_path / "q8.gguf", type="Q8_0").path)
+    file = Path(
+        aq.checkpoint.convert(files["qwen2"][0], "gguf", tmp_path / "q8.gguf", type="Q8_0").path
+    )
     result = loading.convert_gguf(file, tmp_path / "out")
     assert len(result.loss) == 1 and "Q8_0 tensors were rounded already" in result.loss[0]
     assert f"annie-quant compare {tmp_path / 'out'} {file}" in result.loss[0]
@@ -85,10 +101,14 @@ def test_rounded_tensors_are_stated_and_compare_shows_only_the_last_rounding(
     assert aq.checkpoint.audit(tmp_path / "nvfp4", source=tmp_path / "out").ok
 
 
-def rewritten(file: Path, target: Path, fields: dict[str, object], leave_out: tuple[str, ...] = ()) -> Path:
+def rewritten(
+    file: Path, target: Path, fields: dict[str, object], leave_out: tuple[str, ...] = ()
+) -> Path:
     """Write a copy of a GGUF file with other settings or without some."""
     reader = gguf.GGUFReader(file)
-    architecture = str(fields.get("general.architecture", reader.get_field("general.architecture").contents()))
+    architecture = str(
+        fields.get("general.architecture", reader.get_field("general.architecture").contents())
+    )
     writer = gguf.GGUFWriter(target, architecture)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture" or name in leave_out:
@@ -128,19 +148,25 @@ def test_a_family_that_transformers_does_not_read_is_refused(tmp_path: Path) -> 
     assert "qwen35" in str(error) and "--runtime llama.cpp" in error.hint
 
 
-def test_a_file_without_a_chat_template_is_refused(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_a_file_without_a_chat_template_is_refused(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
     file = rewritten(files["qwen2"][1], tmp_path / "x.gguf", {}, ("tokenizer.chat_template",))
     assert "no chat template" in str(refusal(file, tmp_path))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999])
-def test_a_cut_file_is_refused(files: dict[str, tuple[Path, Path]], tmp_path: Path, share: float) -> None:
+def test_a_cut_file_is_refused(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path, share: float
+) -> None:
     content = files["qwen2"][1].read_bytes()
     (tmp_path / "x.gguf").write_bytes(content[: int(share * len(content))])
     refusal(tmp_path / "x.gguf", tmp_path)
 
 
-def test_an_unknown_tensor_type_is_refused(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_an_unknown_tensor_type_is_refused(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
     """The type follows a tensor's name, its number of dimensions and its dimensions."""
     content = bytearray(files["qwen2"][1].read_bytes())
     name = b"blk.0.attn_q.weight"
@@ -151,7 +177,8 @@ def test_an_unknown_tensor_type_is_refused(files: dict[str, tuple[Path, Path]], 
 
 
 @pytest.mark.parametrize(
-    ("field", "number"), [("block_count", 3), ("attention.head_count_kv", 4), ("feed_forward_length", 512)]
+    ("field", "number"),
+    [("block_count", 3), ("attention.head_count_kv", 4), ("feed_forward_length", 512)],
 )
 def test_settings_that_contradict_the_tensors_are_refused(
     files: dict[str, tuple[Path, Path]], tmp_path: Path, field: str, number: int
@@ -160,7 +187,9 @@ def test_settings_that_contradict_the_tensors_are_refused(
     refusal(file, tmp_path)
 
 
-def test_nvfp4_is_read_with_a_folder_only(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_nvfp4_is_read_with_a_folder_only(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
     shutil.copytree(files["qwen2"][0], tmp_path / "model")
     aq.quantize.run("direct", tmp_path / "model", tmp_path / "nvfp4")
     file = aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "x.gguf", type="NVFP4").path

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from paths import TINY_ANNIE
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 import modelopt_backend  # noqa: E402
@@ -26,7 +28,9 @@ from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="ModelOpt's Triton kernels need a CUDA GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="ModelOpt's Triton kernels need a CUDA GPU"
+    ),
 ]
 DEVICE, LAST_BITS = "cuda", 2.0**-21  # relative; four last bits of a float32
 
@@ -36,7 +40,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """theirs: logits of ModelOpt's simulation; inputs, rounded, weights: of each of its linears, in order; exact: its
     logits with our backend instead of its kernel; loaded: its export, loaded by us."""
     pytest.importorskip("triton", reason="ModelOpt's simulation of NVFP4 on a GPU needs triton")
-    pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+    )
     from modelopt.torch.export import export_hf_checkpoint
 
     folder = tmp_path_factory.mktemp("export")
@@ -47,7 +53,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
         def record(name: str):
             def hook(module, args, _):
-                run.inputs[name], run.rounded[name] = args[0].clone(), module.input_quantizer(args[0])
+                run.inputs[name], run.rounded[name] = (
+                    args[0].clone(),
+                    module.input_quantizer(args[0]),
+                )
                 run.weights[name] = module.weight_quantizer(module.weight)
                 run.plain[name] = module.weight.clone()
 
@@ -64,7 +73,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         run.exact = model(ids).logits.clone()
         modelopt_backend.release(model)
         export_hf_checkpoint(model, export_dir=folder)
-        run.loaded = runtime.load(folder, "w4a4", cache="float32", dtype=torch.float32, device=DEVICE)
+        run.loaded = runtime.load(
+            folder, "w4a4", cache="float32", dtype=torch.float32, device=DEVICE
+        )
     assert nvfp4_linears(run.loaded).keys() == run.inputs.keys()
     return run
 
@@ -95,7 +106,9 @@ def test_activations_are_rounded_as_by_its_kernel(both: SimpleNamespace) -> None
 
 
 @torch.inference_mode()
-def test_weights_of_its_export_differ_from_its_simulation_at_exact_ties_alone(both: SimpleNamespace) -> None:
+def test_weights_of_its_export_differ_from_its_simulation_at_exact_ties_alone(
+    both: SimpleNamespace,
+) -> None:
     differing = total = 0
     for name, linear in nvfp4_linears(both.loaded).items():
         moved = linear.dense != both.weights[name]
@@ -105,7 +118,9 @@ def test_weights_of_its_export_differ_from_its_simulation_at_exact_ties_alone(bo
 
 
 @torch.inference_mode()
-def test_logits_are_its_own_to_the_last_bit_where_its_kernel_divides_exactly(both: SimpleNamespace) -> None:
+def test_logits_are_its_own_to_the_last_bit_where_its_kernel_divides_exactly(
+    both: SimpleNamespace,
+) -> None:
     assert torch.equal(both.loaded(both.ids).logits, both.exact)
 
 

@@ -13,7 +13,9 @@ import command_line
 import pytest
 from paths import TESTS, TINY_ANNIE
 
-torch = pytest.importorskip("torch", reason="scoring needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="scoring needs torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip(
     "transformers", reason="scoring needs transformers: pip install annie-quant[quantize]"
 )
@@ -28,7 +30,10 @@ TEXTS = [
     ("What is the capital of Japan?", " Tokyo"),
     ("What is the capital of Japan? ", "It is Paris."),
     ("", "Hello"),
-    ("Here is one long context with a number of words in it, and then", " some more words than before, all scored"),
+    (
+        "Here is one long context with a number of words in it, and then",
+        " some more words than before, all scored",
+    ),
 ]
 
 
@@ -47,25 +52,36 @@ def harness():
     yield importlib.import_module("annie_quant.offline.harness_model")
     if not REAL:
         sys.path.remove(STAND_IN)
-        for name in [n for n in sys.modules if n.split(".")[0] == "lm_eval" or n.endswith("harness_model")]:
+        for name in [
+            n for n in sys.modules if n.split(".")[0] == "lm_eval" or n.endswith("harness_model")
+        ]:
             del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def bf16(harness):
-    return harness.AnnieQuantLM(pretrained=str(TINY_ANNIE), max_length="64", batch_size=1, device="cpu")
+    return harness.AnnieQuantLM(
+        pretrained=str(TINY_ANNIE), max_length="64", batch_size=1, device="cpu"
+    )
 
 
 def plain(pairs, length=64):
     """Return the log-likelihoods by transformers alone, one sequence at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        TINY_ANNIE, dtype=torch.float32
+    ).eval()
     results = []
     for context, target in pairs:
         tokens = [*context, *target][-(length + 1) :]
         with torch.inference_mode():
             logits = model(torch.tensor([tokens[:-1]])).logits[0, -len(target) :].log_softmax(-1)
         index = torch.tensor(list(target))
-        results.append((float(logits.gather(-1, index[:, None]).sum()), bool((logits.argmax(-1) == index).all())))
+        results.append(
+            (
+                float(logits.gather(-1, index[:, None]).sum()),
+                bool((logits.argmax(-1) == index).all()),
+            )
+        )
     return results
 
 
@@ -76,9 +92,15 @@ def likelihoods(model, pairs):
 def test_likelihoods_are_those_of_transformers(bf16):
     ids = bf16.tokenizer.encode
     pairs = [(ids(c) or [bf16.tokenizer.eos_token_id], ids(t)) for c, t in TEXTS]
-    pairs += [(ids(TEXTS[3][0] * 9), ids(" Tokyo")), (ids("a"), ids("b " * 64)[:64])]  # longer than the model
+    pairs += [
+        (ids(TEXTS[3][0] * 9), ids(" Tokyo")),
+        (ids("a"), ids("b " * 64)[:64]),
+    ]  # longer than the model
     question = bf16.template.render(
-        [{"role": "user", "content": "What is the capital of Japan?"}], None, True, enable_thinking=False
+        [{"role": "user", "content": "What is the capital of Japan?"}],
+        None,
+        True,
+        enable_thinking=False,
     )
     (answer,) = bf16.generate_until(requests((question, {"max_gen_toks": 6})))
     pairs.append((ids(question), ids(answer)))
@@ -99,11 +121,15 @@ def test_nvfp4_under_each_profile(harness, quantized, bf16):
         harness.AnnieQuantLM(str(quantized), profile="bf16")
     assert len({tuple(v) for v in values.values()}) == 2
     # rounding weights to 4 bits changes each likelihood by little, on this model
-    assert all(abs(a - b) < 0.2 * abs(a) + 2 for (a, _), (b, _) in zip(*values.values(), strict=True))
+    assert all(
+        abs(a - b) < 0.2 * abs(a) + 2 for (a, _), (b, _) in zip(*values.values(), strict=True)
+    )
 
 
 def test_text_ends_before_the_first_stop_string(harness):
-    assert [harness.until("a b\nc.", stops) for stops in (["\n"], [".", "\n"], [], [""], ["x"])] == [
+    assert [
+        harness.until("a b\nc.", stops) for stops in (["\n"], [".", "\n"], [], [""], ["x"])
+    ] == [
         "a b",
         "a b",
         "a b\nc.",
@@ -119,7 +145,9 @@ def requests(*arguments):
 def test_the_interface(bf16):
     pairs = [(bf16.tokenizer.encode(c.rstrip()) or [bf16.prefix_token_id]) for c, _ in TEXTS]
     whole = [bf16.tokenizer.encode(c + t) for c, t in TEXTS]
-    expected = plain([(p, w[len(p) if c else 0 :]) for p, w, (c, _) in zip(pairs, whole, TEXTS, strict=True)])
+    expected = plain(
+        [(p, w[len(p) if c else 0 :]) for p, w, (c, _) in zip(pairs, whole, TEXTS, strict=True)]
+    )
     got = bf16.loglikelihood(requests(*TEXTS))
     assert [v for v, _ in got] == pytest.approx([v for v, _ in expected], abs=2e-3)
     text = "one two three " * 40  # three windows of 64 tokens
@@ -133,7 +161,9 @@ def test_the_interface(bf16):
         done = end
     assert total == pytest.approx(sum(v for v, _ in plain(parts)), rel=1e-4)
     settings = {"until": ["."], "max_gen_toks": 8, "do_sample": False}
-    question = bf16.apply_chat_template([{"role": "user", "content": "What is the capital of Japan?"}])
+    question = bf16.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of Japan?"}]
+    )
     assert question.rstrip().endswith("</think>")
     (answer,) = bf16.generate_until(requests((question, settings)))
     assert "." not in answer and answer
@@ -151,17 +181,25 @@ def test_without_lm_eval_the_command_names_the_extra(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
     done = command_line.annie_quant("lm-eval", "--model", "annie_quant")
-    assert done.returncode == 3 and "annie-quant[lm-eval]" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 3
+        and "annie-quant[lm-eval]" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.skipif(
-    not REAL, reason="the comparison with lm-eval's own hf model needs lm-eval: pip install annie-quant[lm-eval]"
+    not REAL,
+    reason="the comparison with lm-eval's own hf model needs lm-eval: pip install annie-quant[lm-eval]",
 )
 def test_lm_evals_own_hf_model_has_the_same_likelihoods(tmp_path, harness):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    rows = [{"q": c or "Hello", "choices": [t, " no", " and so on"], "label": i % 3} for i, (c, t) in enumerate(TEXTS)]
+    rows = [
+        {"q": c or "Hello", "choices": [t, " no", " and so on"], "label": i % 3}
+        for i, (c, t) in enumerate(TEXTS)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
         "task": "local",

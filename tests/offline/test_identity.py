@@ -12,8 +12,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from paths import TINY_ANNIE  # noqa: E402
@@ -22,7 +26,14 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import documents, quantize  # noqa: E402
 from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
 from annie_quant.cli import cli  # noqa: E402
-from annie_quant.judge import Case, Workload, distinct_prompts, evidence, judge_evaluation, prompt_sha256  # noqa: E402
+from annie_quant.judge import (  # noqa: E402
+    Case,
+    Workload,
+    distinct_prompts,
+    evidence,
+    judge_evaluation,
+    prompt_sha256,
+)
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 
@@ -34,7 +45,9 @@ GATES = ("non_empty", "no_markdown")
 
 
 def case(index: int, text: str = "") -> Case:
-    return Case(f"c{index}", ({"role": "user", "content": text or f"What is {index} and {index + 3}?"},))
+    return Case(
+        f"c{index}", ({"role": "user", "content": text or f"What is {index} and {index + 3}?"},)
+    )
 
 
 def workloads(cases: int = 3, limit: int = 60) -> list[Workload]:
@@ -44,7 +57,18 @@ def workloads(cases: int = 3, limit: int = 60) -> list[Workload]:
     """
     talk = (Case("t", (), ("Hello there!", "What did I say?")),)
     return [
-        Workload("plain", "", None, "Be brief.", None, False, limit, 0, GATES, tuple(case(i) for i in range(cases))),
+        Workload(
+            "plain",
+            "",
+            None,
+            "Be brief.",
+            None,
+            False,
+            limit,
+            0,
+            GATES,
+            tuple(case(i) for i in range(cases)),
+        ),
         Workload("talk", "", None, None, (TOOL,), False, limit, 0, GATES, talk),
     ]
 
@@ -91,8 +115,14 @@ def test_it_carries_the_hashes_of_models_files_and_prompts(sound, checkpoint):
     assert sound.reference_files.sha256 == sound.reference_sha256 == model_sha256(TINY_ANNIE)
     own, reference = sound.checkpoint_files, sound.reference_files
     digest = hashlib.sha256((TINY_ANNIE / "tokenizer.json").read_bytes()).hexdigest()
-    assert own.tokenizer == reference.tokenizer == digest and own.chat_template == reference.chat_template != ""
-    assert own.generation_config == hashlib.sha256((TINY_ANNIE / "generation_config.json").read_bytes()).hexdigest()
+    assert (
+        own.tokenizer == reference.tokenizer == digest
+        and own.chat_template == reference.chat_template != ""
+    )
+    assert (
+        own.generation_config
+        == hashlib.sha256((TINY_ANNIE / "generation_config.json").read_bytes()).hexdigest()
+    )
     digests = "\n".join(prompt_sha256(c, workloads()[0]) for c in workloads()[0].cases)
     assert sound.workloads["plain"].prompts_sha256 == hashlib.sha256(digests.encode()).hexdigest()
     assert sound.blocking == [] and not any("tokenizer" in note for note in sound.notes)
@@ -104,12 +134,17 @@ def test_the_stored_outcomes_give_its_counts_and_its_verdict(sound, tmp_path):
     assert evidence.differences(stored) == [] and stored.prompts["non_empty"][-1] == "talk/t/2"
     stored.numerics["w4a16"].outcomes["non_empty"] = "0" * 5
     lines = evidence.differences(stored)
-    assert "were changed" in lines[0] and any("non_empty: lost 0 in the file, 5" in line for line in lines)
+    assert "were changed" in lines[0] and any(
+        "non_empty: lost 0 in the file, 5" in line for line in lines
+    )
 
 
 def test_gates_with_fewer_prompts_than_requested_are_named(checkpoint, cache, sound):
     """Nothing did: of "400 prompts per gate" 29 had a tool to call."""
-    assert "fewer than 4 prompts in plain, talk: call_rate 2" in evaluated(checkpoint, cache, n_per_gate=4).notes
+    assert (
+        "fewer than 4 prompts in plain, talk: call_rate 2"
+        in evaluated(checkpoint, cache, n_per_gate=4).notes
+    )
     assert not any("fewer than" in note for note in sound.notes)
 
 
@@ -120,7 +155,10 @@ def test_one_answer_to_all_prompts_forbids_keeps(tmp_path, cache):
     weights["model.embed_tokens.weight"].zero_()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     chosen = [replace(w, max_tokens=8) for w in workloads(8)]
-    assert any("one answer to 10 of 10 prompts" in line for line in evaluated(folder, cache, chosen).blocking)
+    assert any(
+        "one answer to 10 of 10 prompts" in line
+        for line in evaluated(folder, cache, chosen).blocking
+    )
     assert not evaluated(TINY_ANNIE, cache, chosen).blocking
 
 
@@ -169,7 +207,10 @@ FAULTS = {
         change("generation_config.json", lambda d: d.update(eos_token_id=5)),
         ["eos_token_id is 5", "end with tokens [1529, 5]"],
     ),
-    "temperature 5": (change("generation_config.json", lambda d: d.update(temperature=5.0)), ["temperature is 5.0"]),
+    "temperature 5": (
+        change("generation_config.json", lambda d: d.update(temperature=5.0)),
+        ["temperature is 5.0"],
+    ),
     "not a tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         ["no server can use the checkpoint's tokenizer"],
@@ -182,9 +223,9 @@ def test_files_that_give_other_prompts_or_answers_forbid_keeps(checkpoint, cache
     """Row 9 of issue 40: eval used the reference's tokenizer, and the verdict did not mention it."""
     edit, words = FAULTS[name]
     result = evaluated(edited(checkpoint, tmp_path / "x", edit), cache, workloads(limit=4))
-    assert result.verdict.verdict != "keeps" and all(any(w in line for line in result.blocking) for w in words), (
-        result.blocking
-    )
+    assert result.verdict.verdict != "keeps" and all(
+        any(w in line for line in result.blocking) for w in words
+    ), result.blocking
     assert result.verdict.reasons[: len(result.blocking)] == result.blocking
     assert all("\n" not in line and line in result.notes for line in result.blocking)
 
@@ -198,7 +239,9 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_files_that_give_the_same_are_a_note(checkpoint, cache, cut, tmp_path, name):
-    result = evaluated(edited(checkpoint, tmp_path / "x", HARMLESS[name]), cache, workloads(limit=4))
+    result = evaluated(
+        edited(checkpoint, tmp_path / "x", HARMLESS[name]), cache, workloads(limit=4)
+    )
     assert result.blocking == [] and result.verdict == cut.verdict
     words = "no tokenizer; both models were" if name == "no tokenizer" else "give the same tokens"
     assert [words in note for note in result.notes].count(True) == 1
@@ -212,7 +255,10 @@ def test_a_prompt_under_other_ids_counts_once(checkpoint, cache):
     [plain, talk] = workloads(1)
     many = replace(plain, cases=tuple(case(i, "What is 0 and 3?") for i in range(60)))
     other = replace(many, name="other", cases=many.cases[:30])
-    one, result = evaluated(checkpoint, cache, [plain, talk]), evaluated(checkpoint, cache, [many, other, talk])
+    one, result = (
+        evaluated(checkpoint, cache, [plain, talk]),
+        evaluated(checkpoint, cache, [many, other, talk]),
+    )
     assert result.n_answers == one.n_answers == 3
     rows = [e.numerics["w4a16"].paired["non_empty"] for e in (one, result)]
     assert rows[0] == rows[1] and rows[0].n == 3
@@ -226,23 +272,43 @@ def test_a_prompt_counts_once_per_gate(checkpoint, cache):
     result = evaluated(checkpoint, cache, [plain, replace(plain, name="other", gates=("stop",))])
     rows = result.numerics["w4a16"].paired
     assert {g: rows[g].n for g in (*GATES, "stop")} == {"no_markdown": 2, "non_empty": 2, "stop": 2}
-    assert max(row.n for row in rows.values()) == 2 == result.n_answers, "nor in the gates that every workload has"
-    assert {name: w.n_cases for name, w in result.workloads.items()} == {"plain": 0, "plain+2": 2, "other": 0}
+    assert max(row.n for row in rows.values()) == 2 == result.n_answers, (
+        "nor in the gates that every workload has"
+    )
+    assert {name: w.n_cases for name, w in result.workloads.items()} == {
+        "plain": 0,
+        "plain+2": 2,
+        "other": 0,
+    }
 
 
 def test_what_two_workloads_expect_of_one_prompt_is_expected_of_its_one_case():
     [plain, _] = workloads(2)
     cases = tuple(replace(c, expect={"contains": ["3"]}) for c in plain.cases)
     factual = replace(
-        plain, name="f", gates=("factual",), cases=(*cases, case(9)), max_tokens=90, informative=("factual",)
+        plain,
+        name="f",
+        gates=("factual",),
+        cases=(*cases, case(9)),
+        max_tokens=90,
+        informative=("factual",),
     )
     others = replace(
-        factual, name="o", gates=("factual", "stop"), cases=(replace(cases[0], expect={"contains": ["7"]}),)
+        factual,
+        name="o",
+        gates=("factual", "stop"),
+        cases=(replace(cases[0], expect={"contains": ["7"]}),),
     )
     [base, merged, rest, empty], n_repeated = distinct_prompts([plain, factual, others])
     assert (n_repeated, base.cases, empty.cases, rest.cases) == (3, (), (), (case(9),))
-    assert merged.name == "plain+2" and merged.gates == (*GATES, "factual") and merged.informative == ("factual",)
-    assert [c.expect for c in merged.cases] == [{"contains": ["3"]}] * 2, "one that expects something else is left out"
+    assert (
+        merged.name == "plain+2"
+        and merged.gates == (*GATES, "factual")
+        and merged.informative == ("factual",)
+    )
+    assert [c.expect for c in merged.cases] == [{"contains": ["3"]}] * 2, (
+        "one that expects something else is left out"
+    )
     assert {merged.max_tokens_for(c) for c in merged.cases} == {90}
     again, still = distinct_prompts([base, merged, rest, empty])
     assert (again, still) == ([base, merged, rest, empty], 3)
@@ -253,7 +319,9 @@ def test_repeats_are_removed_before_prompts_are_chosen():
     [plain, _] = workloads(40)
     copies = tuple(case(100 + i, "What is 0 and 3?") for i in range(400))
     everything = [replace(plain, cases=(*plain.cases, *copies))]
-    [chosen] = EvaluationJob(checkpoint=TINY_ANNIE, reference=TINY_ANNIE, workloads=everything).prompts(10)
+    [chosen] = EvaluationJob(
+        checkpoint=TINY_ANNIE, reference=TINY_ANNIE, workloads=everything
+    ).prompts(10)
     assert len({prompt_sha256(c, chosen) for c in chosen.cases}) == len(chosen.cases) == 10
     assert chosen.n_repeated == 400
 
@@ -290,7 +358,8 @@ def test_a_broken_export_exits_with_1_and_its_evaluation_carries_it(
     broken = edited(checkpoint, tmp_path / "x", lambda folder: shuffle(folder, share))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     messages = [
-        {"messages": [{"role": "user", "content": f"Good morning number {i}!"}], "id": str(i)} for i in range(3)
+        {"messages": [{"role": "user", "content": f"Good morning number {i}!"}], "id": str(i)}
+        for i in range(3)
     ]
     if gates == ["tool_call"]:
         for row in messages:
@@ -315,6 +384,8 @@ def test_a_verdict_that_keeps_becomes_undecided(sound):
     row = documents.PairedGate(240, 0, 0, passed=240)
     side = msgspec.structs.replace(sound.numerics["w4a16"], paired={"tool_call": row}, pooled=None)
     for blocking, verdict in (([], "keeps"), (["BROKEN EXPORT: codes"], "undecided")):
-        result = judge_evaluation(msgspec.structs.replace(sound, numerics={"w4a16": side}, blocking=blocking))
+        result = judge_evaluation(
+            msgspec.structs.replace(sound, numerics={"w4a16": side}, blocking=blocking)
+        )
         assert result.verdict.verdict == verdict
     assert result.verdict.sentence.startswith("BROKEN EXPORT: codes")

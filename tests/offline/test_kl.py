@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 scipy_special = pytest.importorskip("scipy.special")
 
 from annie_quant.offline.pair import FIELDS, compare_logits, flip_chance, kl_summary  # noqa: E402
 
 
-def separate(reference: np.ndarray, quantized: np.ndarray, target: np.ndarray) -> dict[str, np.ndarray]:
+def separate(
+    reference: np.ndarray, quantized: np.ndarray, target: np.ndarray
+) -> dict[str, np.ndarray]:
     """Compute the same fields from probabilities, one token at a time."""
     rows = {name: [] for name in FIELDS}
     for p_logits, q_logits, token in zip(
@@ -33,7 +37,9 @@ def separate(reference: np.ndarray, quantized: np.ndarray, target: np.ndarray) -
 def logits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     reference = (rng.standard_normal((400, 300)) * 4).astype(np.float32)
-    quantized = (reference + rng.standard_normal((400, 300)) * rng.random((400, 1))).astype(np.float32)
+    quantized = (reference + rng.standard_normal((400, 300)) * rng.random((400, 1))).astype(
+        np.float32
+    )
     return reference, quantized, rng.integers(0, 300, 400)
 
 
@@ -71,7 +77,9 @@ def test_the_summary_is_that_of_all_tokens(logits) -> None:
 def test_equal_logits_have_no_divergence(logits) -> None:
     reference = torch.from_numpy(logits[0])
     fields = compare_logits(reference, reference.clone(), torch.from_numpy(logits[2]))
-    assert (fields[:, FIELDS.index("kl")] == 0).all() and (fields[:, FIELDS.index("same_top")] == 1).all()
+    assert (fields[:, FIELDS.index("kl")] == 0).all() and (
+        fields[:, FIELDS.index("same_top")] == 1
+    ).all()
     shifted = compare_logits(reference, reference + 3, torch.from_numpy(logits[2]))
     np.testing.assert_allclose(shifted[:, FIELDS.index("kl")], 0, atol=1e-6)
     np.testing.assert_allclose(shifted[:, FIELDS.index("noise")], 0, atol=1e-6)

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
@@ -24,7 +30,9 @@ DAMAGED = "layers.2.mlp"
 
 
 def workloads() -> list[Workload]:
-    cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i}?"},)) for i in range(3))
+    cases = tuple(
+        Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i}?"},)) for i in range(3)
+    )
     return [Workload("plain", "", None, "Be brief.", None, False, 8, 0, ("non_empty",), cases)]
 
 
@@ -40,17 +48,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def measured(
+    folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict, Path]:
     reference, naive = folders
     output = tmp_path_factory.mktemp("out") / "sensitivity.json"
-    return runtime.sensitivity(naive, reference, workloads(), output=output, cache=output.parent), output
+    return runtime.sensitivity(
+        naive, reference, workloads(), output=output, cache=output.parent
+    ), output
 
 
 def test_the_damaged_layer_stands_out_both_ways(measured) -> None:
     result, _ = measured
     alone = {k: v["mean"] for k, v in result["alone"].items()}
     restored = {k: v["mean"] for k, v in result["restored"].items()}
-    assert set(alone) == set(restored) and len(alone) == 8, "attention or DeltaNet, and MLP, of four layers"
+    assert set(alone) == set(restored) and len(alone) == 8, (
+        "attention or DeltaNet, and MLP, of four layers"
+    )
     assert max(alone, key=alone.get) == DAMAGED == min(restored, key=restored.get)
     assert restored[DAMAGED] < 0.7 * result["all"]["mean"]
 
@@ -63,7 +77,9 @@ def test_restoring_everything_is_the_reference(folders) -> None:
     ids = torch.randint(0, 1000, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         quantized = model(ids).logits
-        with module.restored_linears(linears, {n: plain.get_submodule(n).weight for n in linears}, linears):
+        with module.restored_linears(
+            linears, {n: plain.get_submodule(n).weight for n in linears}, linears
+        ):
             assert torch.equal(model(ids).logits, plain(ids).logits)
         assert torch.equal(model(ids).logits, quantized)
 
@@ -83,7 +99,10 @@ def test_a_finished_run_measures_nothing_again_and_a_killed_one_resumes(
     half = json.loads(copy.read_text())
     del half["restored"], half["alone"][DAMAGED]
     copy.write_text(json.dumps(half))
-    assert runtime.sensitivity(naive, reference, workloads(), output=copy, cache=output.parent) == result
+    assert (
+        runtime.sensitivity(naive, reference, workloads(), output=copy, cache=output.parent)
+        == result
+    )
     assert len(calls) == 9
 
 

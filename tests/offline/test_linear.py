@@ -5,8 +5,12 @@ import copy
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from annie_quant.core.errors import UsageError  # noqa: E402
@@ -49,11 +53,15 @@ def rounded(x: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
 def hard_inputs() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], np.float32)
-    near = np.stack([ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9)), -ties], 0)
+    near = np.stack(
+        [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9)), -ties], 0
+    )
     return {
         "gaussian": rng.standard_normal((64, 64)).astype(np.float32),
         "ties": np.concatenate([near.reshape(-1), np.zeros(16, np.float32)]).reshape(1, -1),
-        "wide": (rng.standard_normal((32, 64)) * 10.0 ** rng.integers(-8, 3, (32, 64))).astype(np.float32),
+        "wide": (rng.standard_normal((32, 64)) * 10.0 ** rng.integers(-8, 3, (32, 64))).astype(
+            np.float32
+        ),
         "zeros": np.zeros((2, 32), np.float32),
         "sparse": np.where(rng.random((32, 64)) < 0.05, 3.0, 0.0).astype(np.float32),
     }
@@ -61,7 +69,9 @@ def hard_inputs() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", list(hard_inputs()))
 @pytest.mark.parametrize("tensor_scale", [1.0, 2.0**-10, 0.00123])
-def test_activations_are_rounded_as_by_a_search_over_all_codes(kind: str, tensor_scale: float) -> None:
+def test_activations_are_rounded_as_by_a_search_over_all_codes(
+    kind: str, tensor_scale: float
+) -> None:
     x = hard_inputs()[kind]
     x = x * np.float32(tensor_scale) if kind == "ties" else x
     expected = rounded(x, np.float32(tensor_scale))
@@ -84,7 +94,9 @@ def packed_layer(
     k: int = 64, n: int = 96, group: int = 16, bias: bool = False, seed: int = 0
 ) -> tuple[NVFP4Linear, "torch.Tensor"]:
     """A layer with ModelOpt's packing of random weights, and ModelOpt's own dequantized weights."""
-    pytest.importorskip("modelopt", reason="ModelOpt is the reference: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "modelopt", reason="ModelOpt is the reference: pip install annie-quant[quantize]"
+    )
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     torch.manual_seed(seed)
@@ -96,14 +108,18 @@ def packed_layer(
     if bias:
         state["bias"] = torch.randn(n, dtype=torch.bfloat16)
     layer.load_state_dict(state)
-    dense = packed.dequantize(dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: group})
+    dense = packed.dequantize(
+        dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: group}
+    )
     return layer, dense
 
 
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("cache", ["packed", "bf16"])
-def test_w4a16_is_modelopts_dequantize_and_torchs_linear(group: int, bias: bool, cache: str) -> None:
+def test_w4a16_is_modelopts_dequantize_and_torchs_linear(
+    group: int, bias: bool, cache: str
+) -> None:
     layer, dense = packed_layer(group=group, bias=bias)
     layer.set_numerics("w4a16")
     layer.set_cache(cache)
@@ -146,7 +162,8 @@ def test_packed_tensors_keep_their_types_through_to() -> None:
         now = getattr(moved, name)
         assert now.dtype == before[name].dtype
         assert torch.equal(
-            now.view(torch.uint8) if now.dim() else now, before[name].view(torch.uint8) if now.dim() else before[name]
+            now.view(torch.uint8) if now.dim() else now,
+            before[name].view(torch.uint8) if now.dim() else before[name],
         )
     assert moved.bias.dtype == torch.float16
     assert set(before) == {"weight", "weight_scale", "weight_scale_2", "input_scale", "bias"}
@@ -158,7 +175,9 @@ def test_gradients_reach_the_input(numerics: str) -> None:
     layer.set_numerics(numerics)
     x = torch.randn(4, 64, requires_grad=True)
     layer(x).sum().backward()
-    torch.testing.assert_close(x.grad, layer.rows(0, 96, torch.float32).sum(0).expand(4, -1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        x.grad, layer.rows(0, 96, torch.float32).sum(0).expand(4, -1), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_w4a4_without_input_scale_is_refused() -> None:

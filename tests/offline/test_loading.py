@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 import checkpoint_zoo as zoo  # noqa: E402
@@ -20,7 +26,11 @@ from annie_quant import checkpoint, runtime  # noqa: E402
 from annie_quant.core.errors import CheckpointError, EnvironmentFault  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
-CONFIGS = {"NVFP4_DEFAULT_CFG": 25, "NVFP4_MLP_ONLY_CFG": 12, "NVFP4_MLP_WEIGHT_ONLY_CFG": 12}  # NVFP4 linears
+CONFIGS = {
+    "NVFP4_DEFAULT_CFG": 25,
+    "NVFP4_MLP_ONLY_CFG": 12,
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": 12,
+}  # NVFP4 linears
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +39,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
-def exported(request, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, export_nvfp4(reference, tmp_path_factory.mktemp(request.param), request.param)
+def exported(
+    request, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    return request.param, export_nvfp4(
+        reference, tmp_path_factory.mktemp(request.param), request.param
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +57,9 @@ def some_ids() -> "torch.Tensor":
 
 
 @pytest.mark.parametrize("cache", ["packed", "bf16"])
-def test_logits_are_those_of_modelopts_dequantized_weights(exported, reference: Path, cache: str) -> None:
+def test_logits_are_those_of_modelopts_dequantized_weights(
+    exported, reference: Path, cache: str
+) -> None:
     config, folder = exported
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert len(nvfp4_linears(model)) == CONFIGS[config]
@@ -60,19 +76,29 @@ def test_numerics_follow_the_checkpoint(exported) -> None:
     model = runtime.load(folder)
     weight_only = "WEIGHT_ONLY" in config
     assert runtime.numerics_of(model) == (["w4a16"] if weight_only else ["w4a4", "w4a16"])
-    assert {m.numerics for m in nvfp4_linears(model).values()} == {"w4a16" if weight_only else "w4a4"}
+    assert {m.numerics for m in nvfp4_linears(model).values()} == {
+        "w4a16" if weight_only else "w4a4"
+    }
     assert {m.group for m in nvfp4_linears(model).values()} == {32 if weight_only else 16}
 
 
 def test_saving_and_loading_gives_the_same_checkpoint(exported, tmp_path: Path) -> None:
     _, folder = exported
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
-    saved, original = (json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path, folder))
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)
+        ), name
+    saved, original = (
+        json.loads((f / "config.json").read_text())["quantization_config"]
+        for f in (tmp_path, folder)
+    )
     assert saved == original
 
 
@@ -85,7 +111,9 @@ def test_generate_and_left_padding_work(naive: Path) -> None:
     model = runtime.load(naive, cache="float32", dtype=torch.float32)
     ids = torch.randint(5, 1000, (1, 9), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
-    alone = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    alone = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     assert alone.shape == (1, 15)
 
 
@@ -136,7 +164,9 @@ FAULTS = {
     "tensor_scale_inverted": put(f"{Q}.weight_scale_2", torch.tensor(2000.0)),
     "tensor_scale_missing": lambda t: t.pop(f"{Q}.weight_scale_2"),
     "block_scale_missing": lambda t: t.pop(f"{Q}.weight_scale"),
-    "scale_shape": lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"][:, :3].contiguous()),
+    "scale_shape": lambda t: t.__setitem__(
+        f"{Q}.weight_scale", t[f"{Q}.weight_scale"][:, :3].contiguous()
+    ),
     "scale_dtype": lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"].float()),
     "not_finite": lambda t: t["model.norm.weight"].__setitem__(3, float("nan")),
     "orphan_scale": lambda t: t.pop(f"{Q}.weight"),
@@ -167,7 +197,9 @@ def test_a_head_without_decay_is_sound(naive: Path, tmp_path: Path) -> None:
                 runtime.load(folder)
 
 
-def test_a_multimodal_checkpoint_loads_as_its_text_model_in_the_dtype_asked_for(naive: Path, tmp_path: Path) -> None:
+def test_a_multimodal_checkpoint_loads_as_its_text_model_in_the_dtype_asked_for(
+    naive: Path, tmp_path: Path
+) -> None:
     tensors, config = zoo.read(naive), json.loads((naive / "config.json").read_text())
     zoo.multimodal(tensors, config)
     folder = zoo.save(tmp_path / "vl", tensors, config)
@@ -183,14 +215,20 @@ def test_quantized_experts_are_refused_by_name(naive: Path, tmp_path: Path) -> N
         for name in [n for n in t if ".mlp.up_proj." in n]:
             t[name.replace(".mlp.", ".mlp.experts.0.")] = t.pop(name)
 
-    with pytest.raises(CheckpointError, match=r"mlp\.experts\.0\.up_proj: this runtime reads no quantized experts"):
+    with pytest.raises(
+        CheckpointError, match=r"mlp\.experts\.0\.up_proj: this runtime reads no quantized experts"
+    ):
         runtime.load(edited(naive, tmp_path, experts))
 
 
-def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Path, tmp_path: Path) -> None:
+def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(
+    naive: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
         runtime.load(edited(naive, tmp_path / "a", lambda t: t.pop("model.norm.weight")))
-    with pytest.raises(CheckpointError, match=rf"{Q}\.weight is U8 \[256, 16\], expected U8 \[256, 32\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"{Q}\.weight is U8 \[256, 16\], expected U8 \[256, 32\]"
+    ):
         runtime.load(edited(naive, tmp_path / "b", halve))
     folder = configured(naive, tmp_path / "c", lambda c: c.update(intermediate_size=256))
     with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is U8 .* expected U8"):
@@ -244,7 +282,9 @@ def test_too_little_memory_is_one_line(naive: Path, monkeypatch: pytest.MonkeyPa
 
     free = psutil.virtual_memory()._replace(available=300_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    with pytest.raises(EnvironmentFault, match=r"needs 0\.\d GB of memory this way and 0\.0 GB are free"):
+    with pytest.raises(
+        EnvironmentFault, match=r"needs 0\.\d GB of memory this way and 0\.0 GB are free"
+    ):
         runtime.load(naive)
     monkeypatch.undo()
 
@@ -263,8 +303,15 @@ def test_too_little_memory_is_one_line(naive: Path, monkeypatch: pytest.MonkeyPa
 def test_device_map_is_honoured(naive: Path, tmp_path: Path, place: str) -> None:
     """All on one device by name, module by module, and with half of the layers on disk."""
     whole = runtime.load(naive)
-    parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
-    parts |= {f"model.layers.{i}": "disk" if place == "disk" and i >= 2 else "cpu" for i in range(4)}
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+        "model.rotary_emb": "cpu",
+    }
+    parts |= {
+        f"model.layers.{i}": "disk" if place == "disk" and i >= 2 else "cpu" for i in range(4)
+    }
     more = {"device_map": {"": "cpu"} if place == "cpu" else parts}
     if place == "disk":
         more["offload_folder"] = str(tmp_path)

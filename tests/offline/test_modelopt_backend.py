@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("modelopt", reason="pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
@@ -33,7 +37,9 @@ def quantized(reference: Path, config: str):
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return mtq.quantize(model, modelopt_backend.with_backend(getattr(mtq, config)), lambda m: m(ids()))
+        return mtq.quantize(
+            model, modelopt_backend.with_backend(getattr(mtq, config)), lambda m: m(ids())
+        )
 
 
 def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_path: Path) -> None:
@@ -41,7 +47,11 @@ def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_
 
     model = quantized(reference, "NVFP4_DEFAULT_CFG")
     # q/k/v, gate/up and qkv/z share one amax once exported; these three have their own before and after.
-    names = [n for n, _ in model.named_modules() if n.endswith(("down_proj", "o_proj", "linear_attn.out_proj"))]
+    names = [
+        n
+        for n, _ in model.named_modules()
+        if n.endswith(("down_proj", "o_proj", "linear_attn.out_proj"))
+    ]
     torch.manual_seed(0)
     inputs = {n: torch.randn(6, model.get_submodule(n).in_features) for n in names}
     with torch.inference_mode():
@@ -52,7 +62,9 @@ def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_
     assert len(names) == 8
     for name, x in inputs.items():
         with torch.inference_mode():
-            torch.testing.assert_close(loaded.get_submodule(name)(x), simulated[name], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                loaded.get_submodule(name)(x), simulated[name], atol=1e-5, rtol=1e-4
+            )
 
 
 def test_gradients_pass_straight_through(reference: Path) -> None:

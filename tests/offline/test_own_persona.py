@@ -11,8 +11,12 @@ from click.testing import CliRunner
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
-torch = pytest.importorskip("torch", reason="the line needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the line needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the line needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the line needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the line needs the codec")
 
 from annie_quant.cli import cli  # noqa: E402
@@ -61,7 +65,9 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
         "--persona", mine, "--output", tmp_path / "q",
     )  # fmt: skip
     assert code == 0
-    code, out = command("eval", tmp_path / "q", "--reference", model, "--persona", mine, "--n", 20, "--json")
+    code, out = command(
+        "eval", tmp_path / "q", "--reference", model, "--persona", mine, "--n", 20, "--json"
+    )
     result = json.loads(out)
     (side,) = result["numerics"].values()
     assert set(result["workloads"]) == {"answers", "calls", "results"}
@@ -76,9 +82,14 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
     for member in members:
         gates = {name: pair for name, pair in member["paired"].items() if name in REFERENCE_GATES}
         assert {"same_tool", "same_arguments", "same_length"} <= set(gates)
-        assert all(pair["n"] <= bf16[name]["passes"] == bf16[name]["n"] for name, pair in gates.items())
+        assert all(
+            pair["n"] <= bf16[name]["passes"] == bf16[name]["n"] for name, pair in gates.items()
+        )
         # "lost" are changes that bf16's own second arithmetic does not make
-        assert all(pair["lost"] <= sum(member["outcomes"][name].count(c) for c in "0-") for name, pair in gates.items())
+        assert all(
+            pair["lost"] <= sum(member["outcomes"][name].count(c) for c in "0-")
+            for name, pair in gates.items()
+        )
 
 
 def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine):
@@ -119,17 +130,25 @@ def test_a_chat_template_without_tools_is_named(model, mine, tmp_path):
 
 def test_the_line_for_a_built_in_persona(tmp_path):
     """Data, workloads and labels of each persona: calibration_data/test_own_persona.py."""
-    assert command("data", "--persona", "support", "--n", 60, "--output", tmp_path / "d.jsonl")[0] == 0
-    assert command("data", "--check", "--persona", "support", "--output", tmp_path / "d.jsonl")[0] == 0
+    assert (
+        command("data", "--persona", "support", "--n", 60, "--output", tmp_path / "d.jsonl")[0] == 0
+    )
+    assert (
+        command("data", "--check", "--persona", "support", "--output", tmp_path / "d.jsonl")[0] == 0
+    )
     code, _ = command(
         "quantize", "--strategy", "direct", "--model", TINY_ANNIE, "--calib-data", tmp_path / "d.jsonl",
         "--persona", "support", "--output", tmp_path / "q",
     )  # fmt: skip
     assert code == 0
-    result = evaluate(tmp_path / "q", TINY_ANNIE, persona="support", n_per_gate=2, with_ensemble=False)
+    result = evaluate(
+        tmp_path / "q", TINY_ANNIE, persona="support", n_per_gate=2, with_ensemble=False
+    )
     (side,) = result["numerics"].values()
     assert {"no_tool", "tool_calls", "tool_results"} <= set(result["workloads"])
-    assert side["gates"]["same_tool"]["n"] >= 2 and side["gates"]["same_tool"]["basis"] == "reference"
+    assert (
+        side["gates"]["same_tool"]["n"] >= 2 and side["gates"]["same_tool"]["basis"] == "reference"
+    )
 
 
 def test_the_command_takes_as_many_prompts_as_bf16s_answers_ask_for(mine, monkeypatch, tmp_path):
@@ -137,7 +156,9 @@ def test_the_command_takes_as_many_prompts_as_bf16s_answers_ask_for(mine, monkey
     from annie_quant.offline import evaluation
 
     received = []
-    monkeypatch.setattr(evaluation, "prompts_per_gate", lambda n, reference: received.append(reference) or 2 * n)
+    monkeypatch.setattr(
+        evaluation, "prompts_per_gate", lambda n, reference: received.append(reference) or 2 * n
+    )
     code, out = command(
         "eval", TINY_ANNIE, "--reference", TINY_ANNIE, "--persona", mine, "--workloads", mine / "workloads" / "answers.json",
         "--n", 4, "--json",

@@ -5,9 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -43,7 +49,9 @@ def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
     for row, column in np.ndindex(len(x), x.shape[1] // 16):
         block = x[row, 16 * column : 16 * column + 16]
         code = int(
-            np.float32(min(np.abs(block).max() / np.float32(6), 448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            np.float32(min(np.abs(block).max() / np.float32(6), 448))
+            .astype(ml_dtypes.float8_e4m3fn)
+            .view(np.uint8)
         )
         errors = {}
         for offset in (0, -1, 1, -2, 2):
@@ -87,7 +95,9 @@ def test_values_are_rounded_where_the_server_rounds(model, name: str) -> None:
     with emulate(model, profile):
         for key, module in model.named_modules():
             if key.endswith("norm") or isinstance(module, torch.nn.Linear):
-                handles.append(module.register_forward_hook(lambda m, a, o, key=key: spy(m, a, o, key)))
+                handles.append(
+                    module.register_forward_hook(lambda m, a, o, key=key: spy(m, a, o, key))
+                )
         logits(model)
     for handle in handles:
         handle.remove()
@@ -127,7 +137,11 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
 
     with emulate(model, rounded):
         for key, module in model.named_modules():
-            if key and torch.nn.Module.forward is not type(module).forward and not key.endswith("model"):
+            if (
+                key
+                and torch.nn.Module.forward is not type(module).forward
+                and not key.endswith("model")
+            ):
                 handles.append(module.register_forward_hook(keep(key)))
             if key.endswith("layernorm"):
                 handles.append(module.register_forward_pre_hook(keep_input(key)))
@@ -143,9 +157,15 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     total = before[norm]
     assert not torch.equal(total, bf16(total)), "a norm gets the unrounded sum"
     weight = 1 + model.get_submodule(norm).weight.float()
-    expected = bf16(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * weight)
+    expected = bf16(
+        total
+        * torch.rsqrt(total.square().mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        * weight
+    )
     assert torch.equal(values[norm], expected)
-    assert torch.equal(values[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
+    assert torch.equal(values[norm + ".in"], bf16(total)), (
+        "the residual that the next sum starts from is rounded"
+    )
     rotary = next(v for k, v in values.items() if k.endswith("rotary_emb"))
     assert torch.equal(rotary, bf16(rotary))
 
@@ -154,7 +174,11 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
 def test_emulated_products_round_both_sides_to_bfloat16(naive: Path, cache: str) -> None:
     """vLLM's --linear-backend emulation dequantizes into the model's dtype and then multiplies."""
     layer = next(iter(nvfp4_linears(load(naive, cache=cache, dtype=torch.float32)).values()))
-    x = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    x = (
+        torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .float()
+    )
     layer.set_numerics("vllm-cutlass")
     operands = layer.rounded_input(x)
     weight = layer.rows(0, layer.out_features, torch.float32)
@@ -188,7 +212,12 @@ def test_a_sigmoid_in_steps_is_a_bfloat16_expression() -> None:
     own = sigmoid_in_steps(torch.from_numpy(b))
     assert own.dtype == torch.float32
     assert np.array_equal(own.numpy(), steps_in_numpy(b))
-    assert float(sigmoid_in_steps(torch.tensor(5.6))) == 1.0 > float(torch.sigmoid(torch.tensor(5.6))) > 0.996
+    assert (
+        float(sigmoid_in_steps(torch.tensor(5.6)))
+        == 1.0
+        > float(torch.sigmoid(torch.tensor(5.6)))
+        > 0.996
+    )
     once = torch.from_numpy(b).sigmoid().bfloat16().float().numpy()
     assert np.mean(once != own.numpy()) > 0.1, "three roundings are not one"
 
@@ -203,9 +232,15 @@ def test_a_sigmoid_in_steps_is_a_bfloat16_expression() -> None:
         ("float32", lambda b: b.sigmoid()),
     ],
 )
-def test_beta_is_rounded_as_the_profile_names_it(model, monkeypatch: pytest.MonkeyPatch, name: str, expected) -> None:
+def test_beta_is_rounded_as_the_profile_names_it(
+    model, monkeypatch: pytest.MonkeyPatch, name: str, expected
+) -> None:
     is_member = name.endswith("+bf16")
-    profile = profiles.in_bfloat16(profiles.find_profile("w4a4")) if is_member else profiles.find_profile(name)
+    profile = (
+        profiles.in_bfloat16(profiles.find_profile("w4a4"))
+        if is_member
+        else profiles.find_profile(name)
+    )
     layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     rule, logit, beta = layer.chunk_gated_delta_rule, [], []
 
@@ -224,12 +259,18 @@ def test_beta_is_rounded_as_the_profile_names_it(model, monkeypatch: pytest.Monk
 
 def steps_in_numpy(b: np.ndarray) -> np.ndarray:
     one = np.asarray(1, ml_dtypes.bfloat16)
-    return (one / (one + np.exp(-b.astype(np.float64)).astype(ml_dtypes.bfloat16))).astype(np.float32)
+    return (one / (one + np.exp(-b.astype(np.float64)).astype(ml_dtypes.bfloat16))).astype(
+        np.float32
+    )
 
 
 def test_the_model_is_unchanged_afterwards(model) -> None:
     set_numerics(model, "w4a4")
-    state = {k: v.clone() for k, v in model.state_dict().items() if v.dtype.is_floating_point and v.element_size() > 1}
+    state = {
+        k: v.clone()
+        for k, v in model.state_dict().items()
+        if v.dtype.is_floating_point and v.element_size() > 1
+    }
     before = logits(model)
     for name in ("vllm-cutlass", "llama.cpp-cpu"):
         with emulate(model, profiles.find_profile(name), SumOrder(permutation=1)):
@@ -257,7 +298,9 @@ def test_a_tied_head_is_not_permuted(model) -> None:
 
     tied = Tied()
     with emulate(tied, profiles.find_profile("float32"), SumOrder(permutation=1)):
-        assert torch.allclose(tied.head(tied.embed.weight[:3]), tied.embed.weight[:3] @ tied.embed.weight.T)
+        assert torch.allclose(
+            tied.head(tied.embed.weight[:3]), tied.embed.weight[:3] @ tied.embed.weight.T
+        )
 
 
 def test_the_emulation_has_the_noise_of_a_real_bfloat16_model(model, naive: Path) -> None:
@@ -289,7 +332,9 @@ def test_plain_norms_and_biases_are_rounded_twice(tmp_path: Path) -> None:
     folder = tmp_path / "w4a16"
     quantize.run("direct", dense_models.make(tmp_path / "bf16", "qwen2"), folder)
     model = load(folder, cache="float32", dtype=torch.float32)
-    norm, linear = (model.get_submodule(f"model.layers.0.{n}") for n in ("input_layernorm", "self_attn.q_proj"))
+    norm, linear = (
+        model.get_submodule(f"model.layers.0.{n}") for n in ("input_layernorm", "self_attn.q_proj")
+    )
     generator = torch.Generator().manual_seed(0)
     norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator).bfloat16())
     linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator).bfloat16())
@@ -300,6 +345,8 @@ def test_plain_norms_and_biases_are_rounded_twice(tmp_path: Path) -> None:
     assert torch.equal(normed.bfloat16(), type(norm).forward(norm.bfloat16(), x))
     product = x.float() @ linear.weights(torch.float32).T
     expected = product.bfloat16() + linear.bias.bfloat16()
-    assert (biased.bfloat16() != expected).float().mean() < 1e-3  # a sum in another order may round to the neighbour
+    assert (
+        biased.bfloat16() != expected
+    ).float().mean() < 1e-3  # a sum in another order may round to the neighbour
     assert ((product + linear.bias).bfloat16() != expected).float().mean() > 0.05
     assert torch.equal(linear(x.float()), before)

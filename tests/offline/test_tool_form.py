@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from paths import TINY_ANNIE
 
-pytest.importorskip("transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]")
+pytest.importorskip(
+    "transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]"
+)
 
 from annie_quant.core.errors import UsageError
 from annie_quant.judge import load_workloads
@@ -29,11 +31,15 @@ def test_without_a_generation_config_the_model_names_its_end_token(tmp_path: Pat
     """A GGUF file's tokenizer may name another token than the chat template's; answers would not end."""
     for name in ("tokenizer.json", "chat_template.jinja", "config.json"):
         shutil.copyfile(TINY_ANNIE / name, tmp_path / name)
-    tokenizer = json.loads((TINY_ANNIE / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    tokenizer = json.loads((TINY_ANNIE / "tokenizer_config.json").read_text()) | {
+        "eos_token": "<|endoftext|>"
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     names = Template(tmp_path).tokenizer.convert_ids_to_tokens(Template(tmp_path).end_tokens)
     assert names == ["<|endoftext|>", "<|im_end|>"]
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    row = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    }
     assert len(samples_of_rows(tmp_path, [row])) == 1
     (tmp_path / "config.json").unlink()
     with pytest.raises(UsageError, match=r"ends with '<\|endoftext\|>'"):
@@ -44,14 +50,25 @@ def test_without_a_generation_config_the_model_names_its_end_token(tmp_path: Pat
     ("template", "own", "others", "thinks"),
     [
         pytest.param(None, XML, [HERMES, LLAMA], True, id="qwen_xml"),
-        pytest.param(TURNS + "<tool_call>{}</tool_call><think></think>", HERMES, [XML, LLAMA], True, id="hermes"),
+        pytest.param(
+            TURNS + "<tool_call>{}</tool_call><think></think>",
+            HERMES,
+            [XML, LLAMA],
+            True,
+            id="hermes",
+        ),
         pytest.param(TURNS + "<|start_header_id|>", LLAMA, [XML, HERMES], False, id="llama_json"),
     ],
 )
 def test_a_call_in_the_templates_form_is_a_call(
     tmp_path: Path, template: str | None, own: str, others: list[str], thinks: bool
 ) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         shutil.copyfile(TINY_ANNIE / name, tmp_path / name)
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -66,4 +83,6 @@ def test_a_call_in_the_templates_form_is_a_call(
             calls = [(c["name"], json.loads(c["arguments"])) for c in answer.tool_calls]
             assert calls == ([(CALL["name"], CALL["arguments"])] if text == own else [])
             assert answer.finish_reason == ("tool_calls" if text == own else "stop")
-            assert answer.reasoning == ("Hm." if thoughts else "") and bool(answer.text) == (text != own)
+            assert answer.reasoning == ("Hm." if thoughts else "") and bool(answer.text) == (
+                text != own
+            )

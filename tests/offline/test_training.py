@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
@@ -20,7 +26,8 @@ from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears  # noqa: E402
 @pytest.fixture(scope="module")
 def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_nvfp4(
-        save_reference(tmp_path_factory.mktemp("reference"), layers=2), tmp_path_factory.mktemp("naive")
+        save_reference(tmp_path_factory.mktemp("reference"), layers=2),
+        tmp_path_factory.mktemp("naive"),
     )
 
 
@@ -33,7 +40,9 @@ def adapted(naive: Path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(naive, dtype=torch.float32)
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj", "in_proj_qkv"]
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj", "in_proj_qkv"],
     )
     return peft.get_peft_model(model, config)
 
@@ -58,11 +67,15 @@ def test_a_step_of_trainer_changes_only_the_adapters(naive: Path, tmp_path: Path
     trainer.train()
     losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
     assert losses[-1] < losses[0]
-    assert all(torch.equal(before[n], c) for n, c in packed(model).items()), "packed weights do not change"
+    assert all(torch.equal(before[n], c) for n, c in packed(model).items()), (
+        "packed weights do not change"
+    )
     model.eval()
     with torch.no_grad():
         assert not torch.equal(model(some_ids()).logits, logits)
-        generated = model.generate(some_ids()[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        generated = model.generate(
+            some_ids()[:1], max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
     assert generated.shape == (1, 28)
     model.save_pretrained(tmp_path / "adapter")
     from peft import PeftModel
@@ -92,9 +105,9 @@ def on_a_gpus_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         codec,
         "dequantize",
-        lambda codes, scales, scale, group, dtype, divisor: codec.dequantize_torch(codes, scales, scale, divisor).to(
-            dtype
-        ),
+        lambda codes, scales, scale, group, dtype, divisor: codec.dequantize_torch(
+            codes, scales, scale, divisor
+        ).to(dtype),
     )
 
 

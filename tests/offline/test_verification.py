@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from runtime_models import TOKENIZER_FILES, dequantized, export_nvfp4, first_edge, save_reference  # noqa: E402
@@ -26,17 +32,27 @@ from annie_quant.offline.prompts import Template  # noqa: E402
 LIMIT = 14
 
 
-def workload(name: str, cases: tuple[Case, ...], gates: tuple[str, ...], thinking: bool = False) -> Workload:
+def workload(
+    name: str, cases: tuple[Case, ...], gates: tuple[str, ...], thinking: bool = False
+) -> Workload:
     system = "You are Annie. Be brief."
     return Workload(name, "", None, system, None, thinking, LIMIT, 0, gates, cases)
 
 
 def workloads() -> list[Workload]:
-    questions = ("What is the capital of Japan?", "Who wrote Faust?", "Hi!", "Where do cats sleep at night?")
-    plain = tuple(
-        Case(f"q{i}", ({"role": "user", "content": q},), (), {"contains": ["Tokyo"]}) for i, q in enumerate(questions)
+    questions = (
+        "What is the capital of Japan?",
+        "Who wrote Faust?",
+        "Hi!",
+        "Where do cats sleep at night?",
     )
-    talks = tuple(Case(f"t{i}", (), (q, "And then?", "Why is that so?")) for i, q in enumerate(questions[:2]))
+    plain = tuple(
+        Case(f"q{i}", ({"role": "user", "content": q},), (), {"contains": ["Tokyo"]})
+        for i, q in enumerate(questions)
+    )
+    talks = tuple(
+        Case(f"t{i}", (), (q, "And then?", "Why is that so?")) for i, q in enumerate(questions[:2])
+    )
     gates = ("non_empty", "no_markdown", "thinking_leak", "factual", "repetition", "stop")
     return [
         workload("plain", plain, gates),
@@ -62,7 +78,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert tensors.keys() == load_file(reference / "model.safetensors").keys()
         for key, value in tensors.items():
             if value.dim() == 2:
-                tensors[key] = (value * (1 + noise * torch.randn(value.shape, generator=generator))).bfloat16()
+                tensors[key] = (
+                    value * (1 + noise * torch.randn(value.shape, generator=generator))
+                ).bfloat16()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         result[name] = folder
     return result
@@ -74,12 +92,17 @@ def by_verification(folder: Path, reference: Path, numerics: str):
     answered = answer_workloads(
         template,
         workloads(),
-        lambda requests: generate(engine, [r.prompt for r in requests], [LIMIT] * len(requests), template.end_tokens),
+        lambda requests: generate(
+            engine, [r.prompt for r in requests], [LIMIT] * len(requests), template.end_tokens
+        ),
     )
     model = runtime.load(folder, numerics, cache="bf16", dtype=torch.float32)
     own = Engine(model, rows=5)
     rows = [Row(r.prompt, template.target(c)) for r, c in answered]
-    differences = {i: first_difference(x.argmax(-1), rows[i].target, template.end_tokens) for i, x in own.scores(rows)}
+    differences = {
+        i: first_difference(x.argmax(-1), rows[i].target, template.end_tokens)
+        for i, x in own.scores(rows)
+    }
     return template, model, answered, answer_from_differences(own, template, answered, differences)
 
 
@@ -98,7 +121,10 @@ def by_plain_decoding(template: Template, model) -> dict[str, tuple[list[int], b
             completions.append(Completion(new[:stop], stop is not None))
         return completions
 
-    return {r.name: (c.tokens, c.finished) for r, c in answer_workloads(template, workloads(), one_by_one)}
+    return {
+        r.name: (c.tokens, c.finished)
+        for r, c in answer_workloads(template, workloads(), one_by_one)
+    }
 
 
 def assert_on_an_edge(model, prompt, own: list[int], plain: list[int]) -> None:
@@ -110,7 +136,10 @@ def assert_on_an_edge(model, prompt, own: list[int], plain: list[int]) -> None:
     first linear whose rounded inputs differ, the inputs agree to 2e-6 of the largest, and each input that was rounded
     differently is within 1e-5 of a midpoint (of E2M1, or of E4M3 for the block's scale).
     """
-    at = next((i for i, (a, b) in enumerate(zip(own, plain, strict=False)) if a != b), min(len(own), len(plain)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(own, plain, strict=False)) if a != b),
+        min(len(own), len(plain)),
+    )
     edge = first_edge(model, prompt, own[:at])
     assert edge is not None, "the answers differ although no activation was rounded differently"
     assert edge.apart <= 2e-6 and edge.from_middle < 1e-5, edge
@@ -118,28 +147,45 @@ def assert_on_an_edge(model, prompt, own: list[int], plain: list[int]) -> None:
 
 @pytest.mark.parametrize("reference", ["other", "near"])
 @pytest.mark.parametrize("numerics", ["w4a4", "w4a16"])
-def test_answers_and_verdicts_are_those_of_plain_decoding(folders, reference: str, numerics: str) -> None:
-    template, model, answered, outcomes = by_verification(folders["naive"], folders[reference], numerics)
+def test_answers_and_verdicts_are_those_of_plain_decoding(
+    folders, reference: str, numerics: str
+) -> None:
+    template, model, answered, outcomes = by_verification(
+        folders["naive"], folders[reference], numerics
+    )
     plain = by_plain_decoding(template, model)
-    differing = [o for o in outcomes if (o.completion.tokens, o.completion.finished) != plain[o.request.name]]
+    differing = [
+        o for o in outcomes if (o.completion.tokens, o.completion.finished) != plain[o.request.name]
+    ]
     if numerics == "w4a16":
         assert not differing
     for outcome in differing:
-        assert_on_an_edge(model, outcome.request.prompt, outcome.completion.tokens, plain[outcome.request.name][0])
+        assert_on_an_edge(
+            model, outcome.request.prompt, outcome.completion.tokens, plain[outcome.request.name][0]
+        )
     agreeing = [o for o in outcomes if o not in differing]
     assert len(agreeing) >= len(outcomes) - 2
     table = judge.gate_table(
-        [(o.request.workload, o.request.case, template.answer(o.request, o.completion)) for o in agreeing]
+        [
+            (o.request.workload, o.request.case, template.answer(o.request, o.completion))
+            for o in agreeing
+        ]
     )
     own = [
-        (o.request.workload, o.request.case, template.answer(o.request, Completion(*plain[o.request.name])))
+        (
+            o.request.workload,
+            o.request.case,
+            template.answer(o.request, Completion(*plain[o.request.name])),
+        )
         for o in agreeing
     ]
     assert table == judge.gate_table(own)
     for outcome, (request, completion) in zip(outcomes, answered, strict=True):
         if outcome.request.prompt == request.prompt:
             assert outcome.same == (outcome.completion == completion)
-            assert outcome.completion.tokens[: outcome.agreed] == completion.tokens[: outcome.agreed]
+            assert (
+                outcome.completion.tokens[: outcome.agreed] == completion.tokens[: outcome.agreed]
+            )
 
 
 def test_nearly_equal_weights_give_both_outcomes(folders) -> None:
@@ -149,7 +195,9 @@ def test_nearly_equal_weights_give_both_outcomes(folders) -> None:
     assert any(0 < o.agreed < LIMIT for o in outcomes if not o.same)
 
 
-def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_weights_give_equal_answers_without_decoding(
+    folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from annie_quant.offline import answers
 
     decoded_prompts: list[int] = []
@@ -164,7 +212,9 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
     assert [o.completion for o in outcomes] == [c for _, c in answered]
 
 
-def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_decoded_again_only_after_a_changed_answer(
+    folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first turns are decoded from the prompt and turn out as before, so the later turns have the same prompts."""
     from annie_quant.offline import answers
 
@@ -176,10 +226,18 @@ def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatc
         return generate(engine, prompts, *more)
 
     monkeypatch.setattr(answers, "generate", counted)
-    first = {i: FirstDifference(0, None) for i, (r, _) in enumerate(answered) if r.case.turns and r.turn == 0}
+    first = {
+        i: FirstDifference(0, None)
+        for i, (r, _) in enumerate(answered)
+        if r.case.turns and r.turn == 0
+    }
     outcomes = answer_from_differences(Engine(model, rows=5), template, answered, first)
     assert counts == [2, 0, 0] and [o.completion for o in outcomes] == [c for _, c in answered]
-    token = next(t for t in range(5, 50) if t not in template.end_tokens and t != answered[min(first)][1].tokens[0])
+    token = next(
+        t
+        for t in range(5, 50)
+        if t not in template.end_tokens and t != answered[min(first)][1].tokens[0]
+    )
     changed = answer_from_differences(
         Engine(model, rows=5), template, answered, {min(first): FirstDifference(0, token)}
     )

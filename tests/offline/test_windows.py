@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip("transformers", reason="the runtime needs transformers")
 
 from dense_models import make  # noqa: E402
@@ -32,7 +34,11 @@ def answers(model) -> list[tuple[list[int], list[int]]]:
     for length in LENGTHS:
         prompt = (shared + torch.randint(10, 1000, (70,), generator=generator).tolist())[:length]
         ids = model.generate(
-            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         out.append((prompt, ids[0, length:].tolist()))
     return out

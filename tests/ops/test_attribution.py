@@ -40,12 +40,18 @@ ALL_ON = {"kv": "fp8", "mtp": "2", "prefix": "on", "batch": "4"}
 def workload(tmp_path) -> Path:
     """A workload of N prompts whose right answer is "yes"."""
     cases = [
-        {"id": f"c{i}", "messages": [{"role": "user", "content": f"question {i}"}], "expect": {"contains": ["yes"]}}
+        {
+            "id": f"c{i}",
+            "messages": [{"role": "user", "content": f"question {i}"}],
+            "expect": {"contains": ["yes"]},
+        }
         for i in range(N)
     ]
     path = tmp_path / "facts.json"
     fields = {"max_tokens": 8, "temperature": 0, "thinking": False, "system": "Say yes."}
-    write_json(path, {"name": "facts", "description": "d", "gates": ["factual"], "cases": cases} | fields)
+    write_json(
+        path, {"name": "facts", "description": "d", "gates": ["factual"], "cases": cases} | fields
+    )
     return path
 
 
@@ -64,14 +70,18 @@ def is_open(url: str) -> bool:
 
 
 def test_an_interaction_of_two_settings_is_named(tmp_path, workload):
-    run = AttributionRun(scripted(tmp_path, "break:mtp+prefix"), resolve(None, workload), tmp_path / "run")
+    run = AttributionRun(
+        scripted(tmp_path, "break:mtp+prefix"), resolve(None, workload), tmp_path / "run"
+    )
     result = run.run()
     assert result.conclusion.causes == (("mtp", "prefix"),) and result.guilty
     assert result.sentence.startswith(f"prefix cache with MTP breaks {N} of {N} answers")
     assert all(a.valid for a in result.arms)
     # A second call measures nothing again.
     sent = prompts_sent(tmp_path)
-    again = AttributionRun(scripted(tmp_path, "break:mtp+prefix"), resolve(None, workload), tmp_path / "run").run()
+    again = AttributionRun(
+        scripted(tmp_path, "break:mtp+prefix"), resolve(None, workload), tmp_path / "run"
+    ).run()
     assert again == result and prompts_sent(tmp_path) == sent
     # Another command is another experiment.
     other = AttributionRun(scripted(tmp_path, ""), resolve(None, workload), tmp_path / "run").run()
@@ -79,7 +89,9 @@ def test_an_interaction_of_two_settings_is_named(tmp_path, workload):
 
 
 def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
-    run = AttributionRun(scripted(tmp_path, "break:prefix,cold"), resolve(None, workload), tmp_path / "run")
+    run = AttributionRun(
+        scripted(tmp_path, "break:prefix,cold"), resolve(None, workload), tmp_path / "run"
+    )
     result = run.run()
     assert "no prompt tokens from the prefix cache" in result.conclusion.untested["prefix"]
     assert not result.conclusion.causes and not result.guilty
@@ -97,7 +109,10 @@ def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
 )
 def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload, rule, reason):
     run = AttributionRun(
-        scripted(tmp_path, f"{rule},break:mtp"), resolve(None, workload), tmp_path / "run", timeout_s=0.7
+        scripted(tmp_path, f"{rule},break:mtp"),
+        resolve(None, workload),
+        tmp_path / "run",
+        timeout_s=0.7,
     )
     result = run.run()
     assert reason in result.conclusion.untested["kv"]
@@ -106,12 +121,16 @@ def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload
 
 def test_a_value_with_which_requests_are_refused_breaks_answers(tmp_path, workload):
     """As vLLM refuses tools without a parser. An arm without answers says nothing about its other factors."""
-    result = AttributionRun(scripted(tmp_path, "reject:kv"), resolve(None, workload), tmp_path / "run").run()
+    result = AttributionRun(
+        scripted(tmp_path, "reject:kv"), resolve(None, workload), tmp_path / "run"
+    ).run()
     assert result.conclusion.causes == (("kv",),) and not result.conclusion.untested
 
 
 def test_a_base_that_does_not_start_is_an_error(tmp_path, workload):
-    target = CommandTarget(f"{sys.executable} -c 'exit(3)' {{port}} {{kv}}", {"kv": "a"}, {"kv": "b"}, 30.0)
+    target = CommandTarget(
+        f"{sys.executable} -c 'exit(3)' {{port}} {{kv}}", {"kv": "a"}, {"kv": "b"}, 30.0
+    )
     with pytest.raises(ServerError, match="stopped while starting"):
         AttributionRun(target, resolve(None, workload), tmp_path / "run").run()
 
@@ -121,19 +140,33 @@ def test_two_servers_that_run_already(tmp_path, workload):
 
     def answer(text: str):
         def script(body: dict):
-            return words(text, cached_tokens=3 if body.get("cache_prompt", True) else 0, prompt_tokens=9)
+            return words(
+                text, cached_tokens=3 if body.get("cache_prompt", True) else 0, prompt_tokens=9
+            )
 
         return script
 
     with FakeServer(answer("yes")) as good, FakeServer(answer("no")) as bad:
         output = tmp_path / "run"
         done = annie_quant(
-            "attribute", "--urls", good.url, bad.url, "--workloads", workload, "--n", 0, "--output", output, "--json"
+            "attribute",
+            "--urls",
+            good.url,
+            bad.url,
+            "--workloads",
+            workload,
+            "--n",
+            0,
+            "--output",
+            output,
+            "--json",
         )
         assert done.returncode == 1, done.stderr
         result = json.loads(done.stdout)
         assert result["conclusion"]["causes"] == [["server"]]
-        assert {"weights", "kv", "mtp", "parser", "template"} <= {*result["fixed"]} and "prefix" not in result["fixed"]
+        assert {"weights", "kv", "mtp", "parser", "template"} <= {
+            *result["fixed"]
+        } and "prefix" not in result["fixed"]
         assert is_open(good.url) and is_open(bad.url)
         same = annie_quant(
             "attribute",
@@ -150,7 +183,16 @@ def test_two_servers_that_run_already(tmp_path, workload):
         assert same.returncode == 0 and "nobody is to blame" in same.stdout
         assert "cannot be changed: weights" in " ".join(same.stdout.split())
     stopped = annie_quant(
-        "attribute", "--urls", good.url, bad.url, "--workloads", workload, "--n", 0, "--output", tmp_path / "c"
+        "attribute",
+        "--urls",
+        good.url,
+        bad.url,
+        "--workloads",
+        workload,
+        "--n",
+        0,
+        "--output",
+        tmp_path / "c",
     )
     assert stopped.returncode == 4 and "no server answers" in stopped.stderr
 
@@ -159,16 +201,34 @@ def test_two_servers_that_run_already(tmp_path, workload):
     ("options", "message"),
     [
         ((), "give one of"),
-        (("--urls", "http://a", "http://b", "--suspect", "kv=fp8"), "kv cannot be set at servers that run already"),
+        (
+            ("--urls", "http://a", "http://b", "--suspect", "kv=fp8"),
+            "kv cannot be set at servers that run already",
+        ),
         (("--server-cmd", "serve"), "no {port}"),
         (("--server-cmd", "serve {port} {kv}"), "{kv}, which has no values"),
         (("--server-cmd", "serve {port} {kv}", "--suspect", "kv"), "has no value"),
-        (("--server-cmd", "serve {port} {kv}", "--trusted", "kv=a", "--suspect", "kv=a"), "no factor has two values"),
-        (("--server-cmd", "serve {port}", "--suspect", "mtp=1"), "mtp cannot be set by --server-cmd"),
-        (("--urls", "http://a", "http://b", "--suspect", "batch=many"), "batch=many: expected a number"),
-        (("--urls", "http://a", "http://b", "--suspect", "sampling=hot"), "expected fields of a request"),
+        (
+            ("--server-cmd", "serve {port} {kv}", "--trusted", "kv=a", "--suspect", "kv=a"),
+            "no factor has two values",
+        ),
+        (
+            ("--server-cmd", "serve {port}", "--suspect", "mtp=1"),
+            "mtp cannot be set by --server-cmd",
+        ),
+        (
+            ("--urls", "http://a", "http://b", "--suspect", "batch=many"),
+            "batch=many: expected a number",
+        ),
+        (
+            ("--urls", "http://a", "http://b", "--suspect", "sampling=hot"),
+            "expected fields of a request",
+        ),
         (("--checkpoint", "x.gguf", "--runtime", "none"), "no runtime called 'none'"),
-        (("--checkpoint", "x.gguf", "--suspect", "graphs=on"), "graphs cannot be set for llama.cpp"),
+        (
+            ("--checkpoint", "x.gguf", "--suspect", "graphs=on"),
+            "graphs cannot be set for llama.cpp",
+        ),
     ],
 )
 def test_invalid_options(tmp_path, workload, options, message):
@@ -177,7 +237,9 @@ def test_invalid_options(tmp_path, workload, options, message):
 
 
 def test_a_recipe_is_the_suspect_and_trusted_values_replace_its_options(tmp_path):
-    target = RuntimeTarget("vllm", (TINY_ANNIE, None), ({}, {"kv": "fp8"}), tmp_path, "2026-07-35b-a3b")
+    target = RuntimeTarget(
+        "vllm", (TINY_ANNIE, None), ({}, {"kv": "fp8"}), tmp_path, "2026-07-35b-a3b"
+    )
     assert {v.name: (v.trusted, v.suspect) for v in target.varied} == {
         "activations": ("w4a16", SERVED),
         "kv": ("auto", "fp8"),
@@ -187,16 +249,41 @@ def test_a_recipe_is_the_suspect_and_trusted_values_replace_its_options(tmp_path
         "batch": ("1", "8"),
     }
     assert "weights" in target.fixed
-    words = ["--kv-cache-dtype", "fp8", "--speculative-config", "{}", "--enable-prefix-caching", "--port", "1"]
+    words = [
+        "--kv-cache-dtype",
+        "fp8",
+        "--speculative-config",
+        "{}",
+        "--enable-prefix-caching",
+        "--port",
+        "1",
+    ]
     trusted = {"kv": "auto", "mtp": "0", "prefix": "off", "graphs": "off"}
     hits = REPORTS_HITS["vllm"]
     assert changed_command("vllm", words, dict.fromkeys(trusted, SERVED)) == [*words, hits]
     off = ["--no-enable-prefix-caching", "--enforce-eager"]
     assert changed_command("vllm", words, trusted) == ["--port", "1", hits, *off]
     # vLLM does not start with --enable-auto-tool-choice alone.
-    parser = ["serve", "M", "--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--port", "1"]
-    assert changed_command("vllm", parser, {"parser": "none"}) == ["serve", "M", "--port", "1", hits]
-    assert changed_command("vllm", parser, {"parser": "hermes"})[-2:] == ["--tool-call-parser", "hermes"]
+    parser = [
+        "serve",
+        "M",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "qwen3_coder",
+        "--port",
+        "1",
+    ]
+    assert changed_command("vllm", parser, {"parser": "none"}) == [
+        "serve",
+        "M",
+        "--port",
+        "1",
+        hits,
+    ]
+    assert changed_command("vllm", parser, {"parser": "hermes"})[-2:] == [
+        "--tool-call-parser",
+        "hermes",
+    ]
     # A recipe without CUDA graphs has nothing to compare.
     cpu = RuntimeTarget("vllm", (TINY_ANNIE, TINY_ANNIE), ({}, {}), tmp_path, "cpu")
     assert {v.name for v in cpu.varied} == {"activations", "prefix", "batch"}
@@ -205,14 +292,20 @@ def test_a_recipe_is_the_suspect_and_trusted_values_replace_its_options(tmp_path
 def test_a_base_without_any_answer_is_an_error(tmp_path, workload):
     """Nothing can be lost against a server that refuses each request, so nobody would be to blame."""
     with FakeServer(lambda body: Script(status=400, error="refused")) as bad:
-        run = AttributionRun(UrlTarget(bad.url, bad.url + "/", {}, {}), resolve(None, workload), tmp_path / "run")
+        run = AttributionRun(
+            UrlTarget(bad.url, bad.url + "/", {}, {}), resolve(None, workload), tmp_path / "run"
+        )
         with pytest.raises(ServerError, match=r"no request has an answer: .*refused"):
             run.run()
 
 
 def test_request_settings():
     settings = request_settings({"prefix": "off", "batch": "3", "sampling": '{"top_k": 1}'})
-    assert (settings.prefix_cache, settings.concurrency, settings.fields) == ("off", 3, {"top_k": 1})
+    assert (settings.prefix_cache, settings.concurrency, settings.fields) == (
+        "off",
+        3,
+        {"top_k": 1},
+    )
     assert request_settings({"prefix": "on"}).prefix_cache == "warm"
 
 
@@ -226,12 +319,21 @@ def test_answers_without_a_label_are_compared_with_the_base_and_its_noise(tmp_pa
     def answers(changed) -> list[RequestRecord]:
         texts = ["seven other words" if changed(i) else "harbour lights again" for i in range(40)]
         return [
-            record_of(id=f"s/w/c{i}/0/0", backend="s", workload="w", case=f"c{i}", text=t, finish_reason="stop")
+            record_of(
+                id=f"s/w/c{i}/0/0",
+                backend="s",
+                workload="w",
+                case=f"c{i}",
+                text=t,
+                finish_reason="stop",
+            )
             for i, t in enumerate(texts)
         ]
 
     base, noisy = answers(lambda i: False), answers(lambda i: i % 2)
-    like_noise = compare_answers(workloads, base, answers(lambda i: i % 2), answers(lambda i: i // 2 % 2))
+    like_noise = compare_answers(
+        workloads, base, answers(lambda i: i % 2), answers(lambda i: i // 2 % 2)
+    )
     assert not compare_answers(workloads, base, base, base).lost
     assert like_noise.lost == like_noise.won == 10 and not like_noise.broken
     assert compare_answers(workloads, base, noisy, answers(lambda i: True)).broken
@@ -243,8 +345,14 @@ def test_an_answer_that_did_not_arrive_is_lost(tmp_path, workload):
     def answers(error: str | None) -> list[RequestRecord]:
         rows = []
         for i in range(N):
-            row = record_of(id=f"s/facts/c{i}/0/0", backend="s", workload="facts", case=f"c{i}", text="yes")
-            row.answer.finish_reason, row.answer.error, row.judgement.checks = "stop", error, {"factual": True}
+            row = record_of(
+                id=f"s/facts/c{i}/0/0", backend="s", workload="facts", case=f"c{i}", text="yes"
+            )
+            row.answer.finish_reason, row.answer.error, row.judgement.checks = (
+                "stop",
+                error,
+                {"factual": True},
+            )
             rows.append(row)
         return rows
 

@@ -9,19 +9,43 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from annie_quant.judge.statistics import mcnemar
-from annie_quant.ops.attribution import MAX_ARMS, NEEDS, ArmResult, Conclusion, Effect, Factors, pairs_of, plan
+from annie_quant.ops.attribution import (
+    MAX_ARMS,
+    NEEDS,
+    ArmResult,
+    Conclusion,
+    Effect,
+    Factors,
+    pairs_of,
+    plan,
+)
 
-NAMES = ("weights", "activations", "template", "parser", "kv", "mtp", "prefix", "graphs", "batch", "sampling")
+NAMES = (
+    "weights",
+    "activations",
+    "template",
+    "parser",
+    "kv",
+    "mtp",
+    "prefix",
+    "graphs",
+    "batch",
+    "sampling",
+)
 PAIRS = list(pairs_of(NAMES))
 Causes = Sequence[tuple[str, ...]]
 
 
 def search(
-    measure: Callable[[Factors, bool], ArmResult], names: Sequence[str] = NAMES, max_arms: int = MAX_ARMS
+    measure: Callable[[Factors, bool], ArmResult],
+    names: Sequence[str] = NAMES,
+    max_arms: int = MAX_ARMS,
 ) -> tuple[Conclusion, list[ArmResult]]:
     results: list[ArmResult] = []
     while not isinstance(step := plan(names, results, max_arms), Conclusion):
-        assert (step.factors, step.again) not in [(r.factors, r.again) for r in results], "an arm is measured twice"
+        assert (step.factors, step.again) not in [(r.factors, r.again) for r in results], (
+            "an arm is measured twice"
+        )
         results.append(measure(step.factors, step.again))
         assert len(results) < 40
     assert sum(not r.failure for r in results) <= max_arms
@@ -70,7 +94,10 @@ def test_a_single_culprit_is_named(culprit):
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_is_named_as_a_pair(pair):
     conclusion, _ = search(simulated([pair]))
-    if pair == ("activations", "graphs"):  # one arm more would name it: activations cannot be split from the weights
+    if pair == (
+        "activations",
+        "graphs",
+    ):  # one arm more would name it: activations cannot be split from the weights
         assert not conclusion.causes and conclusion.open == ((pair,),)
         conclusion, _ = search(simulated([pair]), max_arms=MAX_ARMS + 1)
     assert named(conclusion) == {frozenset(pair)}
@@ -122,7 +149,9 @@ def test_a_factor_without_effect_is_left_out_and_reported():
         return ArmResult(factors, again, result.effect, ineffective=reasons)
 
     conclusion, results = search(without_hits)
-    assert conclusion.untested == {"prefix": "no hits"} and named(conclusion) == {frozenset(("kv",))}
+    assert conclusion.untested == {"prefix": "no hits"} and named(conclusion) == {
+        frozenset(("kv",))
+    }
     assert sum("prefix" in r.factors for r in results) == 1
 
 
@@ -130,10 +159,16 @@ def test_a_refused_factor_is_found_and_the_rest_goes_on():
     measure = simulated([("batch",)])
 
     def refusing(factors: Factors, again: bool) -> ArmResult:
-        return ArmResult(factors, failure="unknown option") if "mtp" in factors else measure(factors, again)
+        return (
+            ArmResult(factors, failure="unknown option")
+            if "mtp" in factors
+            else measure(factors, again)
+        )
 
     conclusion, results = search(refusing)
-    assert conclusion.untested == {"mtp": "unknown option"} and named(conclusion) == {frozenset(("batch",))}
+    assert conclusion.untested == {"mtp": "unknown option"} and named(conclusion) == {
+        frozenset(("batch",))
+    }
     assert sum(bool(r.failure) for r in results) <= 5
 
 
@@ -141,10 +176,17 @@ def test_factors_that_are_refused_together_only():
     measure = simulated([])
 
     def refusing(factors: Factors, again: bool) -> ArmResult:
-        return ArmResult(factors, failure="out of memory") if {"mtp", "kv"} <= {*factors} else measure(factors, again)
+        return (
+            ArmResult(factors, failure="out of memory")
+            if {"mtp", "kv"} <= {*factors}
+            else measure(factors, again)
+        )
 
     conclusion, _ = search(refusing, ("weights", "kv", "mtp"))
-    assert not conclusion.causes and conclusion.unfinished == "no server starts with kv and mtp together"
+    assert (
+        not conclusion.causes
+        and conclusion.unfinished == "no server starts with kv and mtp together"
+    )
     conclusion, _ = search(refusing)
     assert not conclusion.causes and "kv and mtp and" in conclusion.unfinished
 
@@ -180,7 +222,11 @@ def test_a_factor_is_untested_if_the_one_it_needs_is_refused():
     measure = simulated([])
 
     def without_weights(factors: Factors, again: bool) -> ArmResult:
-        return ArmResult(factors, failure="not loaded") if "weights" in factors else measure(factors, again)
+        return (
+            ArmResult(factors, failure="not loaded")
+            if "weights" in factors
+            else measure(factors, again)
+        )
 
     conclusion, _ = search(without_weights)
     assert {*conclusion.untested} == {"weights", "activations"} and not conclusion.causes

@@ -25,7 +25,9 @@ class Machine(Probe):
     """A machine with fixed answers. answers: {first words of a command: Output or text}."""
 
     def __init__(self, answers=None, **facts):
-        self.answers = {k: v if isinstance(v, Output) else Output(0, v) for k, v in (answers or {}).items()}
+        self.answers = {
+            k: v if isinstance(v, Output) else Output(0, v) for k, v in (answers or {}).items()
+        }
         self.facts = facts
         self.home = facts.get("home", Path("/nowhere"))
 
@@ -35,7 +37,11 @@ class Machine(Probe):
         return self.answers[max(known, key=len)] if known else Output(127, "")
 
     def which(self, program):
-        return f"/usr/bin/{program}" if any(key.split()[0] == program for key in self.answers) else None
+        return (
+            f"/usr/bin/{program}"
+            if any(key.split()[0] == program for key in self.answers)
+            else None
+        )
 
     def memory(self):
         return self.facts.get("memory", SPARK_MEMORY)
@@ -78,7 +84,9 @@ def spark(**changes):
         "nvidia-smi --query-compute-apps": "",
         "nvcc --version": "Cuda compilation tools, release 13.0, V13.0.88",
         "validate-gpu": "{}",
-        "docker info": json.dumps({"ServerVersion": "28.3.3", "Runtimes": {"nvidia": {}, "runc": {}}}),
+        "docker info": json.dumps(
+            {"ServerVersion": "28.3.3", "Runtimes": {"nvidia": {}, "runc": {}}}
+        ),
         "docker ps": SERVER,
     }
     return Machine(answers | changes.pop("answers", {}), **changes)
@@ -93,7 +101,9 @@ def levels(findings, level):
     [
         spark(),
         Machine(machine="x86_64", memory=host.Memory(16 << 30, 9 << 30, 4 << 30)),
-        Machine(machine="x86_64", managed=False, venv=False, missing=("annie_quant._gemm", "modelopt")),
+        Machine(
+            machine="x86_64", managed=False, venv=False, missing=("annie_quant._gemm", "modelopt")
+        ),
     ],
     ids=["spark", "laptop", "container"],
 )
@@ -140,7 +150,11 @@ def test_folders_owned_by_root_are_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     findings = [f for f in doctor.examine(probe=spark(writable=False)) if f.check == "ownership"]
-    assert findings[0].level == "fault" and "chown" in findings[0].fix and findings[0].message.startswith("runs")
+    assert (
+        findings[0].level == "fault"
+        and "chown" in findings[0].fix
+        and findings[0].message.startswith("runs")
+    )
 
 
 def test_the_token_itself_is_never_shown():
@@ -149,7 +163,9 @@ def test_the_token_itself_is_never_shown():
 
 def test_a_log_is_compared_with_the_known_errors(tmp_path):
     log = tmp_path / "server.log"
-    log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")
+    log.write_text(
+        "INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+    )
     finding = levels(doctor.examine(probe=spark(), log=log), "fault")["server log"]
     assert "no kernel image" in finding.message and "121a" in finding.fix
     log.write_text("INFO: Application startup complete.\n")

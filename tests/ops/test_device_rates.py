@@ -13,7 +13,12 @@ from annie_quant.cli import cli
 from annie_quant.documents import LlamaCppRates, ProductRate
 from annie_quant.ops import llama_cpp_rates
 
-RATES = LlamaCppRates(layer_s=2e-5, depth_s=0, products={"BF16": ProductRate(weight_s=5e-11, row_s=1e-9)}, attention=[])
+RATES = LlamaCppRates(
+    layer_s=2e-5,
+    depth_s=0,
+    products={"BF16": ProductRate(weight_s=5e-11, row_s=1e-9)},
+    attention=[],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +40,9 @@ def test_the_measured_file_is_what_predictions_use() -> None:
     assert "llama.cpp, BF16 40 GB/s" in device.source
 
 
-def test_the_rates_of_a_gpu_are_bytes_per_fastest_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_rates_of_a_gpu_are_bytes_per_fastest_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(decode_speed.host, "gpus", lambda: [{"name": "a GPU"}])
     monkeypatch.setattr(decode_speed, "measure_gpu", lambda: (3e12, 4e12, 2e-6))
     device = decode_speed.measure_device(lambda _: RATES, tmp_path / "folder" / "device.json")

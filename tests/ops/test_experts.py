@@ -10,8 +10,12 @@ import pytest
 import annie_quant as aq
 from annie_quant import quantize
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 
@@ -23,9 +27,7 @@ import annie_quant.offline  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
 
-NEAR = (
-    0.05  # difference of log probabilities; 0.15 is the limit of the answers in tests/offline/test_against_llama_cpp.py
-)
+NEAR = 0.05  # difference of log probabilities; 0.15 is the limit of the answers in tests/offline/test_against_llama_cpp.py
 
 
 @pytest.mark.parametrize("family", ["Qwen3.5 MoE", "Qwen3 MoE"])
@@ -40,7 +42,9 @@ def test_llama_cpp_computes_the_experts(tmp_path: Path, family: str) -> None:
     served = []
     with aq.serve.start(file) as server:
         for row in ids.tolist():
-            (first,) = complete(server.url, row, 1, timeout_s=60, n_probs=20)["completion_probabilities"]
+            (first,) = complete(server.url, row, 1, timeout_s=60, n_probs=20)[
+                "completion_probabilities"
+            ]
             served.append({p["id"]: p["logprob"] for p in first["top_logprobs"]})
     model = annie_quant.offline.load(tmp_path / "nvfp4", dtype=torch.float32)
     with torch.inference_mode(), emulate(model, find_profile("llama.cpp-cpu")):
@@ -55,4 +59,6 @@ def test_llama_cpp_computes_the_experts(tmp_path: Path, family: str) -> None:
     assert len(apart) == 80
     # A router's near tie that the order of sums decides moves single tokens further.
     assert median(apart) < NEAR and max(apart) < 1, (median(apart), max(apart))
-    assert median(control) > 3 * median(apart), "the bf16 model's log probabilities are farther away"
+    assert median(control) > 3 * median(apart), (
+        "the bf16 model's log probabilities are farther away"
+    )

@@ -10,7 +10,9 @@ import pytest
 
 import annie_quant as aq
 
-torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the models are made with torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
@@ -20,7 +22,11 @@ from llama_cpp_answers import complete  # noqa: E402
 
 TOKENS, NEAR = 8, 0.05  # per answer; difference of logits below which either token is right
 NEAR_8_BIT = 0.5  # where llama.cpp rounds activations to 8 bits
-TEXTS = ["Hello there, how are you today?", "x" * 40 + " 12345", "One two three four five six seven eight. " * 4]
+TEXTS = [
+    "Hello there, how are you today?",
+    "x" * 40 + " 12345",
+    "One two three four five six seven eight. " * 4,
+]
 
 
 def answers(folder: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
@@ -44,13 +50,17 @@ def test_llama_cpp_answers_as_transformers(tmp_path: Path, kind: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     expected = answers(folder, prompts)
-    assert len({tuple(tokens) for tokens, _ in expected}) == len(TEXTS), "answers that are all the same show nothing"
+    assert len({tuple(tokens) for tokens, _ in expected}) == len(TEXTS), (
+        "answers that are all the same show nothing"
+    )
     file = aq.checkpoint.convert(folder, "gguf", tmp_path / "model.gguf", type="F16").path
     equal = 0
     with aq.serve.start(file) as server:
         for prompt, (tokens, margins) in zip(prompts, expected, strict=True):
             served = complete(server.url, prompt, TOKENS, timeout_s=60, ignore_eos=True)["tokens"]
-            first = next((i for i, (a, b) in enumerate(zip(served, tokens, strict=False)) if a != b), TOKENS)
+            first = next(
+                (i for i, (a, b) in enumerate(zip(served, tokens, strict=False)) if a != b), TOKENS
+            )
             equal += first
             assert first == TOKENS or margins[first] < NEAR, (first, served, tokens, margins)
     assert equal >= TOKENS * len(TEXTS) // 2
@@ -71,8 +81,14 @@ def test_llama_cpp_answers_a_quantized_checkpoint(tmp_path: Path, kind: str) -> 
     assert converted.type == ("NVFP4" if computed else "BF16")
     assert computed or "does not compute NVFP4" in converted.loss[0]
     with aq.serve.start(converted.path) as server:
-        served = [complete(server.url, p, TOKENS, timeout_s=60, ignore_eos=True)["tokens"] for p in prompts]
-    first = [(tokens[0], margins[0], got[0]) for (tokens, margins), got in zip(expected, served, strict=True)]
+        served = [
+            complete(server.url, p, TOKENS, timeout_s=60, ignore_eos=True)["tokens"]
+            for p in prompts
+        ]
+    first = [
+        (tokens[0], margins[0], got[0])
+        for (tokens, margins), got in zip(expected, served, strict=True)
+    ]
     assert all(token == got or margin < NEAR_8_BIT for token, margin, got in first), first
     assert sum(token == got for token, _, got in first) >= 2, first
 
@@ -86,8 +102,12 @@ def test_a_gguf_file_has_the_numbers_of_its_folder(tmp_path: Path, kind: str) ->
     aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "nvfp4.gguf", type="NVFP4")
     compared = aq.checkpoint.compare(folder, {"file": tmp_path / "plain.gguf"})
     assert len(compared.rows) >= 2 * 7 + 1 and all(row.rel_l2 == 0 for row in compared.rows)
-    rows = aq.checkpoint.compare(folder, {"file": tmp_path / "nvfp4.gguf", "folder": tmp_path / "nvfp4"}).rows
-    errors = {form: {r.tensor: r.rel_l2 for r in rows if r.form == form} for form in ("file", "folder")}
+    rows = aq.checkpoint.compare(
+        folder, {"file": tmp_path / "nvfp4.gguf", "folder": tmp_path / "nvfp4"}
+    ).rows
+    errors = {
+        form: {r.tensor: r.rel_l2 for r in rows if r.form == form} for form in ("file", "folder")
+    }
     assert errors["file"] == pytest.approx(errors["folder"], rel=1e-6)
 
 
@@ -102,7 +122,11 @@ def sentencepiece_tokenizer(folder: Path) -> None:
     )
     learned = json.loads(plain.to_str())["model"]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *sorted(learned["vocab"], key=learned["vocab"].get)]
+    tokens = [
+        *special,
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *sorted(learned["vocab"], key=learned["vocab"].get),
+    ]
     content = json.loads(plain.to_str()) | {
         "added_tokens": [
             {
@@ -122,7 +146,12 @@ def sentencepiece_tokenizer(folder: Path) -> None:
             "behavior": "MergedWithPrevious",
             "invert": False,
         },
-        "model": learned | {"vocab": {t: i for i, t in enumerate(tokens)}, "byte_fallback": True, "unk_token": "<unk>"},
+        "model": learned
+        | {
+            "vocab": {t: i for i, t in enumerate(tokens)},
+            "byte_fallback": True,
+            "unk_token": "<unk>",
+        },
     }
     (folder / "tokenizer.json").write_text(json.dumps(content))
     names = {
@@ -132,7 +161,9 @@ def sentencepiece_tokenizer(folder: Path) -> None:
         "pad_token": "<pad>",
         "add_bos_token": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    )
 
 
 def test_a_sentencepiece_tokenizer_splits_text_as_in_transformers(tmp_path: Path) -> None:
@@ -140,12 +171,21 @@ def test_a_sentencepiece_tokenizer_splits_text_as_in_transformers(tmp_path: Path
     sentencepiece_tokenizer(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     file = aq.checkpoint.convert(folder, "gguf", tmp_path / "model.gguf", type="F16").path
-    texts = [*TEXTS, "import json\n\n\tdef test(x): return  x", "straße 東京 ½ \U0001f600", " leading and trailing "]
+    texts = [
+        *TEXTS,
+        "import json\n\n\tdef test(x): return  x",
+        "straße 東京 ½ \U0001f600",
+        " leading and trailing ",
+    ]
     texts.append("<start_of_turn>user\nHi<end_of_turn>\n")
     with aq.serve.start(file) as server:
         for text in texts:
-            body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
-            request = urllib.request.Request(server.url + "/tokenize", body, {"Content-Type": "application/json"})
+            body = json.dumps(
+                {"content": text, "add_special": False, "parse_special": True}
+            ).encode()
+            request = urllib.request.Request(
+                server.url + "/tokenize", body, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=60) as reply:
                 served = json.loads(reply.read())["tokens"]
             assert served == tokenizer(text, add_special_tokens=False)["input_ids"], text

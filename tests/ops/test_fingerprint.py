@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from click.testing import CliRunner  # noqa: E402
@@ -33,7 +39,9 @@ from annie_quant.ops import server_checks as checks  # noqa: E402
 from annie_quant.ops.served_model import describe_server  # noqa: E402
 from annie_quant.ops.server_checks import read_answer, served_answers  # noqa: E402
 
-Answer = Callable[[list[int], int, int], list[tuple[int, dict[int, float]]]]  # prompt, tokens, best → steps
+Answer = Callable[
+    [list[int], int, int], list[tuple[int, dict[int, float]]]
+]  # prompt, tokens, best → steps
 
 
 @contextmanager
@@ -61,7 +69,11 @@ def server(answer: Answer, style: str, pages: dict[str, dict] | None = None) -> 
             if style == "llama.cpp" and self.path == "/completion":
                 steps = answer(body["prompt"], body["n_predict"], body["n_probs"])
                 rows = [
-                    {"id": t, "logprob": best[t], "top_logprobs": [{"id": i, "logprob": v} for i, v in best.items()]}
+                    {
+                        "id": t,
+                        "logprob": best[t],
+                        "top_logprobs": [{"id": i, "logprob": v} for i, v in best.items()],
+                    }
                     for t, best in steps
                 ]
                 self.reply(200, {"tokens": [t for t, _ in steps], "completion_probabilities": rows})
@@ -80,8 +92,14 @@ def server(answer: Answer, style: str, pages: dict[str, dict] | None = None) -> 
                 steps = answer(body["input_ids"], asked["max_new_tokens"], body["top_logprobs_num"])
                 chosen = [[best[t], t, None] for t, best in steps]
                 others = [[[v, i, None] for i, v in best.items()] for _, best in steps]
-                meta = {"output_token_logprobs": chosen, "output_top_logprobs": others, "cached_tokens": 0}
-                self.reply(200, {"text": "", "output_ids": [t for t, _ in steps], "meta_info": meta})
+                meta = {
+                    "output_token_logprobs": chosen,
+                    "output_top_logprobs": others,
+                    "cached_tokens": 0,
+                }
+                self.reply(
+                    200, {"text": "", "output_ids": [t for t, _ in steps], "meta_info": meta}
+                )
             else:
                 self.reply(404, {"error": "not found"})
 
@@ -100,7 +118,12 @@ def decoder(model) -> Answer:
         for _ in range(n_tokens):
             logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
             best = torch.log_softmax(logits, -1).topk(n_best)
-            steps.append((int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))))
+            steps.append(
+                (
+                    int(best.indices[0]),
+                    dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+                )
+            )
             ids.append(steps[-1][0])
         return steps
 
@@ -150,14 +173,21 @@ def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path])
         for _ in range(n_tokens):
             (forward,) = engine.forwards([ids], [len(prompt) - 1])
             best = torch.log_softmax(engine.logits(forward.hidden[0, -1]).float(), -1).topk(n_best)
-            steps.append((int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))))
+            steps.append(
+                (
+                    int(best.indices[0]),
+                    dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+                )
+            )
             ids.append(steps[-1][0])
         return steps
 
     with emulate(engine.model, find_profile("vllm-cpu")), server(answer, "vllm") as url:
         *_, result = checks.check_server(url, *models)
     assert min(result.candidates, key=lambda c: c.difference).name == "vllm-cpu"
-    assert result.name == "vllm-cpu" or (result.name == "vllm-cutlass" and "vllm-cpu" in result.also)
+    assert result.name == "vllm-cpu" or (
+        result.name == "vllm-cutlass" and "vllm-cpu" in result.also
+    )
 
 
 @pytest.mark.usefixtures("short")
@@ -178,13 +208,25 @@ def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
         linear.set_cache("float32")
     with emulate(model, find_profile("vllm-marlin")), server(decoder(model), "vllm") as url:
         result = CliRunner().invoke(
-            cli, ["doctor", "--server", url, "--checkpoint", str(models[0]), "--reference", str(models[1]), "--json"]
+            cli,
+            [
+                "doctor",
+                "--server",
+                url,
+                "--checkpoint",
+                str(models[0]),
+                "--reference",
+                str(models[1]),
+                "--json",
+            ],
         )
     assert result.stdout, result.exception
     document = json.loads(result.stdout)
     assert result.exit_code == 3 and document["fingerprint"]["name"] is None
     (finding,) = [f for f in document["findings"] if f["check"] == "served arithmetic"]
-    assert finding["message"].startswith("none of these") and "validate-gpu" in document["fix_plan"][0]
+    assert (
+        finding["message"].startswith("none of these") and "validate-gpu" in document["fix_plan"][0]
+    )
     assert {f["check"] for f in document["findings"]} == {"tensors", "served arithmetic", "drafts"}
 
 
@@ -192,12 +234,16 @@ def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
 def test_greedy_tokens_show_another_model(models: tuple[Path, Path], tmp_path: Path) -> None:
     """The right model's tokens are a note, because its arithmetic is not known; another model's are a fault."""
     prompts, levels = offline.prompts(models[0], 6), {}
-    other = export_nvfp4(save_reference(tmp_path / "bf16", seed=7, gain=2.0, layers=2), tmp_path / "other")
+    other = export_nvfp4(
+        save_reference(tmp_path / "bf16", seed=7, gain=2.0, layers=2), tmp_path / "other"
+    )
     for name, folder in (("right", models[0]), ("other", other)):
         model = load(folder, cache="float32", dtype=torch.float32)
         with emulate(model, find_profile("float32")):
             answers = [[token for token, _ in decoder(model)(list(p), 4, 1)] for p in prompts]
-        finding = checks.greedy_finding(offline.compare_tokens(models[0], prompts, answers), models[0])
+        finding = checks.greedy_finding(
+            offline.compare_tokens(models[0], prompts, answers), models[0]
+        )
         levels[name] = finding.level
         assert "no log-probabilities are returned" in finding.message
     assert levels == {"right": "note", "other": "fault"}
@@ -227,23 +273,36 @@ def test_sglang_reports_its_version_kernels_parsers_and_drafts(path: str) -> Non
     assert found["formats"].message.startswith(
         "quantization modelopt_fp4, dtype bfloat16, kv_cache_dtype fp8_e4m3, attention_"
     )
-    assert found["parsers"].level == "ok" and found["drafts"].message.startswith("2.50 tokens per step")
+    assert found["parsers"].level == "ok" and found["drafts"].message.startswith(
+        "2.50 tokens per step"
+    )
 
 
 def test_sglang_without_parsers_and_with_drafts_that_are_never_accepted() -> None:
     found = sglang({"tool_call_parser": None, "internal_states": [{"avg_spec_accept_length": 1.0}]})
-    assert found["parsers"][0].level == "fault" and "--tool-call-parser" in found["parsers"][0].message
+    assert (
+        found["parsers"][0].level == "fault" and "--tool-call-parser" in found["parsers"][0].message
+    )
     assert found["drafts"][0].level == "fault"
-    assert sglang({"speculative_algorithm": None, "internal_states": [{}]})["drafts"][0].level == "note"
+    assert (
+        sglang({"speculative_algorithm": None, "internal_states": [{}]})["drafts"][0].level
+        == "note"
+    )
     broken = sglang({"internal_states": "x", "quantization": 7})
-    assert broken["drafts"][0].level == "note" and "quantization" not in broken["formats"][0].message
+    assert (
+        broken["drafts"][0].level == "note" and "quantization" not in broken["formats"][0].message
+    )
 
 
 def test_sglang_with_another_folder_or_quantization_than_the_checkpoint(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     def levels(checkpoint: Path, **changes: str) -> set[str]:
-        return {f.check for f in served_model.check_info({**SGLANG, **changes}, checkpoint) if f.level == "fault"}
+        return {
+            f.check
+            for f in served_model.check_info({**SGLANG, **changes}, checkpoint)
+            if f.level == "fault"
+        }
 
     naive, bf16 = models
     assert levels(naive, model_path=str(naive)) == set() == levels(naive)
@@ -308,5 +367,7 @@ def test_a_difference_that_noise_does_not_explain_is_a_doubt(
     """
     best = Candidate(name, find_profile(name).describe(), difference, 0.304, -200.0)
     other = Candidate("vllm-cutlass", "", 0.8, 0.304, -900.0)
-    finding = checks.finding(Fingerprint([best, other], [], 20, 346, 0.99), Path("a"), None, "bf16 reference")
+    finding = checks.finding(
+        Fingerprint([best, other], [], 20, 346, 0.99), Path("a"), None, "bf16 reference"
+    )
     assert finding.level == level and words in finding.why

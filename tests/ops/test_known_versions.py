@@ -13,7 +13,9 @@ DENSE, HYBRID = family_of({"model_type": "llama"}), family_of({"model_type": "qw
 
 
 def effects(package: str, version: str, capability: str, family: object = None) -> list[str]:
-    return [row.effect for _, row in known_faults.faults_of([(package, version)], capability, family)]
+    return [
+        row.effect for _, row in known_faults.faults_of([(package, version)], capability, family)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,8 @@ def test_what_a_row_does_not_concern_is_not_named(package, version, capability, 
 
 def test_every_row_has_a_date_and_the_thread_that_it_comes_from() -> None:
     for row in known_faults.bad_versions():
-        assert re.fullmatch(r"2026-\d\d-\d\d", row.date) and re.search(r"[\w-]+/[\w-]+#\d+", row.source), row
+        assert re.fullmatch(r"2026-\d\d-\d\d", row.date) and re.search(
+            r"[\w-]+/[\w-]+#\d+", row.source
+        ), row
         assert known_faults.version_key(row.first or "0") <= known_faults.version_key(row.last)
         assert row.model in ("", "deltanet", "experts")

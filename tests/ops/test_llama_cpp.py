@@ -38,20 +38,29 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folders = {"bf16": zoo.bf16(home / "bf16")}
     folders["nvfp4"] = zoo.nvfp4(home / "nvfp4", folders["bf16"])
     folders["mlp_only"] = zoo.nvfp4(home / "mlp_only", folders["bf16"], lambda n: ".mlp." in n)
-    files = {k: Path(aq.checkpoint.convert(v, "gguf", home / f"{k}.gguf").path) for k, v in folders.items()}
-    files["q4_k_m"] = Path(aq.checkpoint.convert(folders["bf16"], "gguf", home / "q4.gguf", type="Q4_K_M").path)
+    files = {
+        k: Path(aq.checkpoint.convert(v, "gguf", home / f"{k}.gguf").path)
+        for k, v in folders.items()
+    }
+    files["q4_k_m"] = Path(
+        aq.checkpoint.convert(folders["bf16"], "gguf", home / "q4.gguf", type="Q4_K_M").path
+    )
     return files | {"folder": folders["bf16"], "nvfp4_folder": folders["nvfp4"]}
 
 
 def post(url: str, path: str, body: dict) -> dict:
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
 
 def stream(url: str, body: dict) -> list[dict]:
     request = urllib.request.Request(
-        url + "/v1/chat/completions", json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"}
+        url + "/v1/chat/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = [line.decode().strip() for line in answer]
@@ -84,7 +93,10 @@ def test_template_and_tokens_are_those_of_the_source(models):
             ids = post(server.url, "/tokenize", {"content": text})["tokens"]
             assert ids == tokenizer(text)["input_ids"]
             for thinking in (True, False):
-                messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+                messages = [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": text},
+                ]
                 ours = post(
                     server.url,
                     "/apply-template",
@@ -95,7 +107,9 @@ def test_template_and_tokens_are_those_of_the_source(models):
                 )
 
 
-def greedy_hf(folder: Path, prompts: list[list[int]], n: int, weights: dict[str, np.ndarray] | None = None):
+def greedy_hf(
+    folder: Path, prompts: list[list[int]], n: int, weights: dict[str, np.ndarray] | None = None
+):
     """Return greedy tokens and their logits in float32, without a cache."""
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
@@ -121,7 +135,14 @@ def next_token(url: str, prompt: list[int]) -> tuple[int, list[dict]]:
     answer = post(
         url,
         "/completion",
-        {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 5, "return_tokens": True, "ignore_eos": False},
+        {
+            "prompt": prompt,
+            "n_predict": 1,
+            "temperature": 0,
+            "n_probs": 5,
+            "return_tokens": True,
+            "ignore_eos": False,
+        },
     )
     steps = answer.get("completion_probabilities") or [{"top_logprobs": []}]
     return answer["tokens"][0], steps[0]["top_logprobs"]
@@ -139,7 +160,9 @@ def test_greedy_answers_are_those_of_the_source(models, kind, typical):
     weights = None
     if kind == "nvfp4":
         folder = aq.checkpoint.ModelFolder(models["nvfp4_folder"])
-        weights = {f"{m}.weight": x.dequantize(folder) for m, x in aq.checkpoint.linears(folder).items()}
+        weights = {
+            f"{m}.weight": x.dequantize(folder) for m, x in aq.checkpoint.linears(folder).items()
+        }
     expected = greedy_hf(models["folder"], prompts, 8, weights)
     agreed, off = 0, []
     with aq.serve.start(models[kind]) as server:
@@ -166,7 +189,8 @@ def test_wrong_head_order_changes_the_answers(models, tmp_path, monkeypatch):
         with aq.serve.start(path) as server:
             top[name] = next_token(server.url, list(range(5, 30)))
     assert (
-        top["right"][0] != top["wrong"][0] or abs(top["right"][1][0]["logprob"] - top["wrong"][1][0]["logprob"]) > 0.3
+        top["right"][0] != top["wrong"][0]
+        or abs(top["right"][1][0]["logprob"] - top["wrong"][1][0]["logprob"]) > 0.3
     )
 
 
@@ -175,7 +199,9 @@ def test_port_in_use_is_one_clear_line(models):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} cannot be used: address already in use"):
+        with pytest.raises(
+            ServerError, match=f"port {port} cannot be used: address already in use"
+        ):
             aq.serve.start(models["bf16"], port=port)
 
 
@@ -224,7 +250,10 @@ def test_stop_twice_is_fine(models):
     server = aq.serve.start(models["bf16"])
     server.stop()
     server.stop()
-    assert not psutil.pid_exists(server.pid) or psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
+    assert (
+        not psutil.pid_exists(server.pid)
+        or psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 PARENT = """
@@ -282,7 +311,9 @@ def test_command_is_printed_and_nothing_started(models):
     assert "llama-server" in line and "--port 8123" in line and "--jinja" in line
 
 
-@pytest.mark.parametrize(("size", "threads", "expected"), [(1000, 0, 1), (1000, 2, 2), (64_000_000, 0, 0)])
+@pytest.mark.parametrize(
+    ("size", "threads", "expected"), [(1000, 0, 1), (1000, 2, 2), (64_000_000, 0, 0)]
+)
 def test_a_small_model_gets_one_thread_by_default(tmp_path, monkeypatch, size, threads, expected):
     file = tmp_path / "model.gguf"
     with file.open("wb") as out:

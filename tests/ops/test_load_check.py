@@ -26,16 +26,26 @@ def dry_run(model, runtime, *words):
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
-def test_a_sound_checkpoint_gets_its_command_alone_on_stdout_and_the_recipe_on_stderr(sound, runtime):
+def test_a_sound_checkpoint_gets_its_command_alone_on_stdout_and_the_recipe_on_stderr(
+    sound, runtime
+):
     done = dry_run(sound, runtime)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1 and shlex.split(done.stdout)[:3] == ["docker", "run", "--rm"]
+    assert done.stdout.count("\n") == 1 and shlex.split(done.stdout)[:3] == [
+        "docker",
+        "run",
+        "--rm",
+    ]
     assert f"recipe {runtime} 2026-" in done.stderr and "not run by this project" in done.stderr
 
 
 def test_llama_cpp_refuses_a_folder_and_names_the_conversion(sound):
     done = dry_run(sound, "llama.cpp")
-    assert done.returncode == 2 and done.stdout == "" and f"annie-quant convert {sound} --to gguf" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and f"annie-quant convert {sound} --to gguf" in done.stderr
+    )
 
 
 def test_llama_cpp_accepts_a_gguf_file(tmp_path):

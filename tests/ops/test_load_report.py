@@ -58,7 +58,9 @@ class Model(torch.nn.Module):
 
 
 WEIGHT, SCALE = torch.ones(4, 4), torch.ones(1)
-STORED = {f"{p}_proj.{e}": t for p in ("gate", "up") for e, t in (("weight", WEIGHT), ("scale", SCALE))}
+STORED = {
+    f"{p}_proj.{e}": t for p in ("gate", "up") for e, t in (("weight", WEIGHT), ("scale", SCALE))
+}
 
 
 @pytest.fixture
@@ -82,7 +84,10 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> type:
         ("vllm.model_executor", {}),
         ("vllm.model_executor.model_loader", {}),
         ("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader": BaseModelLoader}),
-        ("vllm.model_executor.model_loader.default_loader", {"DefaultModelLoader": DefaultModelLoader}),
+        (
+            "vllm.model_executor.model_loader.default_loader",
+            {"DefaultModelLoader": DefaultModelLoader},
+        ),
     ):
         module = types.ModuleType(name)
         vars(module).update(content)
@@ -128,7 +133,12 @@ def line(checkpoint: Path, **changes: Any) -> LoadedModel:
         "model.layers.0.mlp.down_proj": ["ModelOptNvFp4LinearMethod", "MarlinNvFp4LinearKernel"],
         "lm_head": ["UnquantizedEmbeddingMethod"],
     }
-    fields = {"used": names, "linears": linears, "unread": [], "incomplete": ["model.layers.1.self_attn.attn.k_scale"]}
+    fields = {
+        "used": names,
+        "linears": linears,
+        "unread": [],
+        "incomplete": ["model.layers.1.self_attn.attn.k_scale"],
+    }
     fixed = {"start": "a", "rank": 0, "model": "Qwen3_5ForCausalLM", "vllm": "0.32.0"}
     return LoadedModel(**(fixed | fields | changes))
 
@@ -151,22 +161,43 @@ def test_ranks_and_drafts_are_read_together(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"incomplete": ["model.layers.1.mlp.gate_up_proj.weight_scale_2"]}, "without all of their values"),
-        ({"used": ["another.model.weight"]}, "not in the checkpoint"),
-        ({"linears": {"lm_head": ["ModelOptNvFp4LinearMethod"]}}, "lm_head by ModelOptNvFp4LinearMethod"),
         (
-            {"linears": {"model.layers.1.mlp.gate_up_proj": ["ModelOptLinearMethod", "CutlassFP8Kernel"]}},
+            {"incomplete": ["model.layers.1.mlp.gate_up_proj.weight_scale_2"]},
+            "without all of their values",
+        ),
+        ({"used": ["another.model.weight"]}, "not in the checkpoint"),
+        (
+            {"linears": {"lm_head": ["ModelOptNvFp4LinearMethod"]}},
+            "lm_head by ModelOptNvFp4LinearMethod",
+        ),
+        (
+            {
+                "linears": {
+                    "model.layers.1.mlp.gate_up_proj": ["ModelOptLinearMethod", "CutlassFP8Kernel"]
+                }
+            },
             "by ModelOptLinear",
         ),
-        ({"linears": {"model.layers.1.mlp.gate_up_proj": ["UnquantizedLinearMethod"]}}, "gate_up_proj by Unquantized"),
+        (
+            {"linears": {"model.layers.1.mlp.gate_up_proj": ["UnquantizedLinearMethod"]}},
+            "gate_up_proj by Unquantized",
+        ),
     ],
 )
-def test_each_fault_of_a_load_is_found(checkpoint: Path, changes: dict[str, Any], word: str) -> None:
-    faults = [f for f in served_model.check_load(checkpoint, [line(checkpoint, **changes)]) if f.level == "fault"]
+def test_each_fault_of_a_load_is_found(
+    checkpoint: Path, changes: dict[str, Any], word: str
+) -> None:
+    faults = [
+        f
+        for f in served_model.check_load(checkpoint, [line(checkpoint, **changes)])
+        if f.level == "fault"
+    ]
     assert any(word in f.message for f in faults), faults
 
 
-def test_only_the_newest_start_counts_and_other_files_are_one_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_only_the_newest_start_counts_and_other_files_are_one_line(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     report = tmp_path / "load.jsonl"
     old, new = line(checkpoint), line(checkpoint, rank=3)
     new = msgspec.structs.replace(new, start="b")

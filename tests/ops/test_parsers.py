@@ -31,14 +31,23 @@ def value(command: list[str], option: str) -> str | None:
         (QWEN3, {"vllm": "hermes", "sglang": "qwen25"}, "qwen3"),
         (LLAMA, {"vllm": "llama3_json", "sglang": "llama3"}, None),
         (PLAIN, {"vllm": None, "sglang": None}, None),
-        ((TINY_ANNIE / "chat_template.jinja").read_text(), {"vllm": "qwen3_coder", "sglang": "qwen3_coder"}, "qwen3"),
+        (
+            (TINY_ANNIE / "chat_template.jinja").read_text(),
+            {"vllm": "qwen3_coder", "sglang": "qwen3_coder"},
+            "qwen3",
+        ),
         (None, {"vllm": "qwen3_coder", "sglang": "qwen3_coder"}, "qwen3"),
     ],
 )
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
 @pytest.mark.parametrize("place", ["file", "config", "named"])
 def test_the_parsers_are_the_templates(
-    tmp_path: Path, template: str | None, tools: dict, thinking: str | None, runtime: str, place: str
+    tmp_path: Path,
+    template: str | None,
+    tools: dict,
+    thinking: str | None,
+    runtime: str,
+    place: str,
 ) -> None:
     if template is not None and place == "file":
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -53,7 +62,9 @@ def test_the_parsers_are_the_templates(
     assert "" not in command and (value(command, "--port") or "8000") == "8000"
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": [1, {"template": null}]}'])
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": [1, {"template": null}]}']
+)
 def test_a_faulty_tokenizer_config_keeps_the_recipes_parsers(tmp_path: Path, config: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     for runtime in RECIPE_RUNTIMES:

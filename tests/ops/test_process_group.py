@@ -76,7 +76,12 @@ def program(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     file = tmp_path / "vllm"
-    env = {**os.environ, "ANNIE_QUANT_VLLM": str(file), "PIDS": str(tmp_path / "pids"), "PYTHONUNBUFFERED": "1"}
+    env = {
+        **os.environ,
+        "ANNIE_QUANT_VLLM": str(file),
+        "PIDS": str(tmp_path / "pids"),
+        "PYTHONUNBUFFERED": "1",
+    }
 
     def write(then: str = "", worker: str = "pass") -> dict[str, str]:
         file.write_text(FAKE_VLLM.format(python=sys.executable, then=then, worker=worker))
@@ -102,7 +107,17 @@ def test_serve_ends_the_whole_tree(tmp_path, program, name, moment):
     then = "" if moment == "ready" else "server.server_close(); import time; time.sleep(300)"
     env = program(then, STUBBORN if name == "SIGKILL" else "pass")
     port = free_port()
-    words = [sys.executable, "-m", "annie_quant", "serve", str(tmp_path / "model"), "--runtime", "vllm", "--use", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "annie_quant",
+        "serve",
+        str(tmp_path / "model"),
+        "--runtime",
+        "vllm",
+        "--use",
+        "cpu",
+    ]
     # As a shell starts a background command: SIGINT is ignored.
     command = subprocess.Popen(
         [*words, "--port", str(port)],
@@ -125,7 +140,9 @@ def test_serve_ends_the_whole_tree(tmp_path, program, name, moment):
 def test_a_stopped_server_has_no_processes_left(tmp_path, program, monkeypatch):
     for key, value in program().items():
         monkeypatch.setenv(key, value)
-    with aq.serve.start(tmp_path / "model", runtime="vllm", port=free_port(), recipe="cpu") as server:
+    with aq.serve.start(
+        tmp_path / "model", runtime="vllm", port=free_port(), recipe="cpu"
+    ) as server:
         pids = wait_for_pids(tmp_path)
         assert server.pid == pids[0]
     assert not any(map(running, pids))

@@ -91,12 +91,16 @@ def test_the_line_of_a_log_that_has_the_cause(tmp_path, text, line):
     assert process.cause_line(log) == line
 
 
-@pytest.mark.parametrize("name", ["2026-11", "2026-11-27b", "2026-11-mtp", "2026-11-two-sparks", "2026-03"])
+@pytest.mark.parametrize(
+    "name", ["2026-11", "2026-11-27b", "2026-11-mtp", "2026-11-two-sparks", "2026-03"]
+)
 def test_a_recipe_file_is_yaml_with_the_same_command(tmp_path, name):
     """Parsed by a YAML library and formatted as its users do, the command is the dry run's except for the model."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     model = tmp_path / "annie-9b"
-    path = aq.serve.write_recipe(model, tmp_path / "annie.yaml", runtime="vllm", port=8123, recipe=name)
+    path = aq.serve.write_recipe(
+        model, tmp_path / "annie.yaml", runtime="vllm", port=8123, recipe=name
+    )
     recipe = yaml.safe_load(path.read_text())
     assert recipe["recipe_version"] == "1" and recipe["model"] == str(model) and recipe["container"]
     words = shlex.split(recipe["command"].format(**recipe["defaults"]))
@@ -104,7 +108,8 @@ def test_a_recipe_file_is_yaml_with_the_same_command(tmp_path, name):
     dry_run = shlex.split(aq.serve.command(model, runtime="vllm", port=8123, recipe=name))
     own = dry_run[dry_run.index(recipe["container"]) + 1 :]
     assert (
-        words[3:] == [w for i, w in enumerate(own) if w != "--model" and own[i - 1] != "--model"] or name == "2026-03"
+        words[3:] == [w for i, w in enumerate(own) if w != "--model" and own[i - 1] != "--model"]
+        or name == "2026-03"
     )
     assert set(words[3:]) == set(own) - {"--model", "/model"} - {"annie-9b"} | (
         {"annie-9b"} if "annie-9b" in own else set()
@@ -117,7 +122,9 @@ def test_every_recipe_can_be_used_and_has_its_source_with_a_date(tmp_path, runti
     for name, recipe in load_recipes(runtime.name).items():
         assert re.match(r"20\d\d-\d\d", recipe.source) and recipe.note, name
         assert recipe.image or runtime.program, f"{name}: neither an image nor a program"
-        words = shlex.split(aq.serve.command(tmp_path, runtime=runtime.name, port=8123, recipe=name))
+        words = shlex.split(
+            aq.serve.command(tmp_path, runtime=runtime.name, port=8123, recipe=name)
+        )
         assert "8123" in words and not {"{model}", "{name}", "{port}"} & set(words)
         if runtime.parsers:
             assert "--tool-call-parser" in recipe.command, name
@@ -136,7 +143,11 @@ def test_a_runtime_without_a_rule_is_served_with_a_note(tmp_path):
 def test_the_bare_recipe_runs_what_is_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("ANNIE_QUANT_VLLM", "/opt/own/vllm")
     line = aq.serve.command(tmp_path, runtime="vllm", port=8123, recipe="cpu")
-    assert "docker" not in line and f"/opt/own/vllm serve {tmp_path}" in line and "VLLM_CPU_KVCACHE_SPACE=1" in line
+    assert (
+        "docker" not in line
+        and f"/opt/own/vllm serve {tmp_path}" in line
+        and "VLLM_CPU_KVCACHE_SPACE=1" in line
+    )
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EnvironmentFault, match="/opt/own/vllm is not installed"):
         aq.serve.start(tmp_path, runtime="vllm", recipe="cpu")
@@ -202,7 +213,9 @@ def test_a_server_that_ends_early_reports_the_fix(tmp_path):
         with pytest.raises(ServerError, match="no kernel image") as caught:
             aq.serve.start(tmp_path, runtime="vllm", recipe="cpu", port=8917, timeout_s=20)
     finally:
-        os.environ.pop("ANNIE_QUANT_VLLM") if old is None else os.environ.update(ANNIE_QUANT_VLLM=old)
+        os.environ.pop("ANNIE_QUANT_VLLM") if old is None else os.environ.update(
+            ANNIE_QUANT_VLLM=old
+        )
     assert "121a" in caught.value.hint
 
 
@@ -212,13 +225,23 @@ def test_only_plain_nvfp4_of_modelopt_is_served_with_its_quantization_option(tmp
     nvfp4 = zoo.nvfp4(tmp_path / "nvfp4", source)
     packed = aq.checkpoint.convert(nvfp4, "compressed-tensors", tmp_path / "packed").path
     mixed = zoo.spoil(
-        nvfp4, tmp_path / "mixed", lambda t, c: c["quantization_config"].update(quant_algo="MIXED_PRECISION")
+        nvfp4,
+        tmp_path / "mixed",
+        lambda t, c: c["quantization_config"].update(quant_algo="MIXED_PRECISION"),
     )
     (mixed / "hf_quant_config.json").unlink(missing_ok=True)
-    for runtime, recipe, option in (("sglang", None, "modelopt_fp4"), ("vllm", "2026-03", "modelopt")):
+    for runtime, recipe, option in (
+        ("sglang", None, "modelopt_fp4"),
+        ("vllm", "2026-03", "modelopt"),
+    ):
         for model, fits in ((nvfp4, True), (packed, False), (mixed, False), (source, False)):
             words = shlex.split(aq.serve.command(model, runtime=runtime, recipe=recipe))
-            file = aq.serve.write_recipe(model, tmp_path / f"{runtime}.yaml", runtime=runtime, recipe=recipe)
+            file = aq.serve.write_recipe(
+                model, tmp_path / f"{runtime}.yaml", runtime=runtime, recipe=recipe
+            )
             assert (f"--quantization {option}" in " ".join(words)) == fits, (runtime, model)
-            assert ("--quantization" in words) == ("--quantization" in file.read_text()) == fits, (runtime, model)
+            assert ("--quantization" in words) == ("--quantization" in file.read_text()) == fits, (
+                runtime,
+                model,
+            )
             assert words[words.index("/model") + 1].startswith("--")

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]"
+)
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
@@ -55,7 +59,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def changed(source: Path, folder: Path, change: Change) -> Path:
     """Return a GGUF file of a checkpoint with changed tensors."""
     shutil.copytree(source, folder)
-    tensors = {name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()
+    }
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return Path(aq.checkpoint.convert(folder, "gguf", folder.with_suffix(".gguf")).path)
@@ -82,7 +88,10 @@ def test_the_right_file_passes(right: Path, tmp_path: Path) -> None:
     assert {c: f.level for c, f in found.items()} == {
         "tensors": "ok", "formats": "ok", "served arithmetic": "note", "drafts": "note"
     }  # fmt: skip
-    assert "llama.cpp-cpu" in found["served arithmetic"].message and "NVFP4: " in found["formats"].message
+    assert (
+        "llama.cpp-cpu" in found["served arithmetic"].message
+        and "NVFP4: " in found["formats"].message
+    )
 
 
 @pytest.mark.parametrize(("change", "named"), [(scaled, DOWN.format(4)), (swapped, UP.format(1))])
@@ -91,25 +100,46 @@ def test_a_changed_scale_and_swapped_tensors_are_found_in_the_file_and_in_the_an
 ) -> None:
     found = checked(changed(right, tmp_path / "bad", change), right)
     assert found["tensors"].level == "fault" and named in found["tensors"].message
-    assert found["served arithmetic"].level == "fault" and "none of these" in found["served arithmetic"].message
+    assert (
+        found["served arithmetic"].level == "fault"
+        and "none of these" in found["served arithmetic"].message
+    )
 
 
 def test_another_checkpoint_a_quantized_head_and_a_lost_tensor_are_found_in_the_file(
     right: Path, tmp_path: Path
 ) -> None:
     save_reference(tmp_path / "bf16", seed=1)
-    file = Path(aq.checkpoint.convert(TINY_ANNIE, "gguf", tmp_path / "other.gguf", type="BF16").path)
+    file = Path(
+        aq.checkpoint.convert(TINY_ANNIE, "gguf", tmp_path / "other.gguf", type="BF16").path
+    )
     assert sum(not t.is_near for t in compare_file(right, file).tensors) > 20
-    eight = Path(aq.checkpoint.convert(tmp_path / "bf16", "gguf", tmp_path / "eight.gguf", type="Q8_0").path)
+    eight = Path(
+        aq.checkpoint.convert(tmp_path / "bf16", "gguf", tmp_path / "eight.gguf", type="Q8_0").path
+    )
     content = compare_file(tmp_path / "bf16", eight)
     findings = served_model.findings_of(content, tmp_path / "bf16", eight)
-    assert [f.level for f in findings] == ["ok", "note", "ok"] and "lm_head.weight Q8_0" in findings[1].message
+    assert [f.level for f in findings] == [
+        "ok",
+        "note",
+        "ok",
+    ] and "lm_head.weight Q8_0" in findings[1].message
     four = content._replace(
-        tensors=[t._replace(format="Q4_K", error=0.07) for t in content.tensors if "lm_head" in t.name]
+        tensors=[
+            t._replace(format="Q4_K", error=0.07) for t in content.tensors if "lm_head" in t.name
+        ]
     )
-    assert "lm_head.weight Q4_K 0.07" in served_model.findings_of(four, tmp_path / "bf16", eight)[0].message
-    lost = content._replace(missing=["model.layers.1.self_attn.q_norm.weight"], unknown=["blk.0.attn_q.bias"])
-    assert [f.level for f in served_model.findings_of(lost, tmp_path / "bf16", eight)][:2] == ["fault", "fault"]
+    assert (
+        "lm_head.weight Q4_K 0.07"
+        in served_model.findings_of(four, tmp_path / "bf16", eight)[0].message
+    )
+    lost = content._replace(
+        missing=["model.layers.1.self_attn.q_norm.weight"], unknown=["blk.0.attn_q.bias"]
+    )
+    assert [f.level for f in served_model.findings_of(lost, tmp_path / "bf16", eight)][:2] == [
+        "fault",
+        "fault",
+    ]
 
 
 def test_a_head_drafts_and_a_faulty_one_does_not(tmp_path: Path) -> None:
@@ -153,7 +183,11 @@ def test_without_a_checkpoint_the_doctor_says_what_is_served(right: Path) -> Non
     file = Path(aq.checkpoint.convert(right, "gguf", right.with_suffix(".gguf"), force=True).path)
     with serving.start(file) as server:
         who, missing = served_model.describe_server(server.url)
-    assert who.level == "ok" and who.message.startswith("llama.cpp ") and "weights in NVFP4" in who.message
+    assert (
+        who.level == "ok"
+        and who.message.startswith("llama.cpp ")
+        and "weights in NVFP4" in who.message
+    )
     assert missing.level == "note" and "--checkpoint" in missing.fix
     with pytest.raises(ServerError, match="does not answer"):
         served_model.describe_server(server.url)

@@ -20,7 +20,9 @@ if not (ASSET / "model.safetensors").exists():
 
 @pytest.fixture(scope="module", params=["BF16", "Q4_K_M"])
 def server(request, tmp_path_factory):
-    file = aq.checkpoint.convert(ASSET, "gguf", tmp_path_factory.mktemp("gguf") / "x.gguf", type=request.param).path
+    file = aq.checkpoint.convert(
+        ASSET, "gguf", tmp_path_factory.mktemp("gguf") / "x.gguf", type=request.param
+    ).path
     with aq.serve.start(file) as running:
         yield running
 
@@ -28,14 +30,19 @@ def server(request, tmp_path_factory):
 def ask(server, text: str, thinking: bool = False, **more) -> dict:
     persona = aq.data.load_persona("annie")
     body = {
-        "messages": [{"role": "system", "content": persona.system_prompt}, {"role": "user", "content": text}],
+        "messages": [
+            {"role": "system", "content": persona.system_prompt},
+            {"role": "user", "content": text},
+        ],
         "tools": persona.tools,
         "max_tokens": 96,
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": thinking},
     } | more
     request = urllib.request.Request(
-        server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        server.url + "/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())["choices"][0]
@@ -64,4 +71,6 @@ def test_tool_calls_are_parsed(server, text, tool):
     choice = ask(server, text)
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == tool and json.loads(call["function"]["arguments"])["query"]
-    assert choice["finish_reason"] == "tool_calls" and "<tool_call>" not in (choice["message"]["content"] or "")
+    assert choice["finish_reason"] == "tool_calls" and "<tool_call>" not in (
+        choice["message"]["content"] or ""
+    )

@@ -28,7 +28,12 @@ def mixture():
         codes = torch.stack([torch.from_numpy(c) for c, _ in ones])
         scales = torch.stack([torch.from_numpy(s) for _, s in ones]).view(torch.float8_e4m3fn)
         parts.append((codes, scales, torch.tensor(factors)))
-        exact.append([torch.from_numpy(oracle.dequantize(*w, f)).float() for w, f in zip(ones, factors, strict=True)])
+        exact.append(
+            [
+                torch.from_numpy(oracle.dequantize(*w, f)).float()
+                for w, f in zip(ones, factors, strict=True)
+            ]
+        )
     return parts, exact
 
 
@@ -44,7 +49,11 @@ def expected(x, weights, chosen, exact, input_scales=None):
     from annie_quant.offline import codec
 
     def rounded(row, of, e):
-        return row.float() if input_scales is None else codec.fake_quant_eager(row[None].float(), of[e].item(), 16)[0]
+        return (
+            row.float()
+            if input_scales is None
+            else codec.fake_quant_eager(row[None].float(), of[e].item(), 16)[0]
+        )
 
     first, second = input_scales or (None, None)
     out = torch.zeros(x.shape)
@@ -60,7 +69,9 @@ def expected(x, weights, chosen, exact, input_scales=None):
 
 def compute(x, weights, chosen, parts, input_scales):
     out = torch.full_like(x, float("nan"))
-    vllm_plugin.compute(out, x, weights, chosen, *parts[0], input_scales[0], *parts[1], input_scales[1])
+    vllm_plugin.compute(
+        out, x, weights, chosen, *parts[0], input_scales[0], *parts[1], input_scales[1]
+    )
     return out
 
 
@@ -75,14 +86,19 @@ def test_experts_with_and_without_rounded_activations(tokens):
     none = (torch.zeros(EXPERTS),) * 2
     y = compute(x, weights, chosen, parts, none)
     assert apart(y, expected(x, weights, chosen, exact)) < 0.003
-    assert apart(y, expected(x, weights, (chosen + 1) % EXPERTS, exact)) > 0.1, "negative control: other experts"
+    assert apart(y, expected(x, weights, (chosen + 1) % EXPERTS, exact)) > 0.1, (
+        "negative control: other experts"
+    )
     scales = (torch.linspace(0.001, 0.002, EXPERTS), torch.linspace(0.05, 0.1, EXPERTS))
     y = compute(x, weights, chosen, parts, scales)
     assert apart(y, expected(x, weights, chosen, exact, scales)) < 0.01
     assert apart(y, expected(x, weights, chosen, exact)) > 0.03, "rounding must show"
     absent = torch.where(chosen == 2, -1, chosen)
     y = compute(x, weights, absent, parts, none)
-    assert torch.nan_to_num(y - expected(x, weights, absent, exact), nan=9.0).abs().max() < 0.05 * y.abs().max() + 1e-6
+    assert (
+        torch.nan_to_num(y - expected(x, weights, absent, exact), nan=9.0).abs().max()
+        < 0.05 * y.abs().max() + 1e-6
+    )
 
 
 @pytest.fixture
@@ -128,11 +144,17 @@ def test_vllm_takes_the_class_of_the_checkpoints_scheme(vllm, key, rounds):
 
     parts, exact = mixture()
     inputs = torch.linspace(0.001, 0.002, EXPERTS)
-    layer = types.SimpleNamespace(quant_method=types.SimpleNamespace(experts_cls=ours), w2_weight=parts[1][0])
-    loaded = vllm_layers.Converted(*parts[0], torch.stack([inputs, inputs], 1), *parts[1], inputs)._asdict()
+    layer = types.SimpleNamespace(
+        quant_method=types.SimpleNamespace(experts_cls=ours), w2_weight=parts[1][0]
+    )
+    loaded = vllm_layers.Converted(
+        *parts[0], torch.stack([inputs, inputs], 1), *parts[1], inputs
+    )._asdict()
     convert = vllm.convert_to_nvfp4_moe_kernel_format
     new = convert(nvfp4_backend="MARLIN", layer=layer, is_act_and_mul=True, **loaded)
-    assert all(a is b for a, b in zip(new, loaded.values(), strict=True)), "the weights stay as they are"
+    assert all(a is b for a, b in zip(new, loaded.values(), strict=True)), (
+        "the weights stay as they are"
+    )
     other = types.SimpleNamespace(quant_method=types.SimpleNamespace(experts_cls="CUTLASS"))
     assert convert(nvfp4_backend="CUTLASS", layer=other, **loaded) == "vLLM's"
 
@@ -145,14 +167,27 @@ def test_vllm_takes_the_class_of_the_checkpoints_scheme(vllm, key, rounds):
     x, weights, chosen = route(6)
     shapes = experts.workspace_shapes(6, 2 * WIDTH, HIDDEN, TOP_K, EXPERTS, EXPERTS, None, "silu")
     output = torch.empty(shapes[2], dtype=x.dtype)
-    arguments = dict(hidden_states=x, w1=new.w13, w2=new.w2, topk_weights=weights, activation="silu", workspace13=None)
+    arguments = dict(
+        hidden_states=x,
+        w1=new.w13,
+        w2=new.w2,
+        topk_weights=weights,
+        activation="silu",
+        workspace13=None,
+    )
     experts.apply(output=output, topk_ids=chosen, expert_map=None, **arguments)
-    assert apart(output, expected(x, weights, chosen, exact, (inputs, inputs) if rounds else None)) < 0.01
+    assert (
+        apart(output, expected(x, weights, chosen, exact, (inputs, inputs) if rounds else None))
+        < 0.01
+    )
     # Expert parallelism: the map gives the place of an expert here, -1 for another rank's.
     elsewhere = torch.tensor([-1, 0, 1, -1, 2])
     experts.apply(output=output, topk_ids=chosen, expert_map=elsewhere, **arguments)
     places = elsewhere[chosen.long()]
-    assert apart(output, expected(x, weights, places, exact, (inputs, inputs) if rounds else None)) < 0.01
+    assert (
+        apart(output, expected(x, weights, places, exact, (inputs, inputs) if rounds else None))
+        < 0.01
+    )
 
 
 def test_the_operator_can_be_traced():

@@ -80,7 +80,9 @@ def vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(arrays, "native", lambda: "loaded")
     monkeypatch.setenv(vllm_cuda.SWITCH, "1")
-    return types.SimpleNamespace(linear=linear, modelopt=modelopt, platform=platforms.current_platform, config=config)
+    return types.SimpleNamespace(
+        linear=linear, modelopt=modelopt, platform=platforms.current_platform, config=config
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,9 @@ def linear_layer(n=48, k=96, seed=0, dtype=torch.bfloat16, prefix="model.layers.
     codes, scales = oracle.random_weight(n, k, seed)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.from_numpy(codes), requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(torch.from_numpy(scales).view(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(
+        torch.from_numpy(scales).view(torch.float8_e4m3fn), requires_grad=False
+    )
     layer.weight_global_scale = torch.nn.Parameter(torch.tensor(0.0173), requires_grad=False)
     layer.output_size_per_partition, layer.input_size_per_partition = n, k
     layer.params_dtype, layer.prefix = dtype, prefix
@@ -121,20 +125,27 @@ def test_it_stands_before_marlin_everywhere(vllm):
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_without_the_switch_vllm_is_unchanged(vllm, monkeypatch, value):
-    monkeypatch.delenv(vllm_cuda.SWITCH) if value is None else monkeypatch.setenv(vllm_cuda.SWITCH, value)
+    monkeypatch.delenv(vllm_cuda.SWITCH) if value is None else monkeypatch.setenv(
+        vllm_cuda.SWITCH, value
+    )
     vllm_plugin.register()
     assert vllm.linear._POSSIBLE_NVFP4_KERNELS["cuda"] == [Cutlass, Marlin]
     assert vllm.modelopt.MarlinNvFp4LinearKernel is Marlin
     assert vllm.config.VllmConfig().compute_hash() == "hash of m"
 
 
-def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(vllm, monkeypatch, caplog):
+def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(
+    vllm, monkeypatch, caplog
+):
     def not_built():
         raise EnvironmentFault("annie_quant._gemm is not built here", "install CUDA 13's toolkit")
 
     cases = [
         (lambda m: m.setattr(arrays, "native", not_built), "_gemm is not built"),
-        (lambda m: m.setattr(vllm.platform, "has_device_capability", lambda least: False), "compute capability 8.0"),
+        (
+            lambda m: m.setattr(vllm.platform, "has_device_capability", lambda least: False),
+            "compute capability 8.0",
+        ),
         (lambda m: m.delattr(vllm.linear, "_POSSIBLE_NVFP4_KERNELS"), "other interfaces"),
         (lambda m: m.delattr(vllm.linear, "_LINEAR_BACKEND_KERNEL_MAP"), "other interfaces"),
     ]
@@ -151,23 +162,36 @@ def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(vllm,
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "dtype"), [(48, 96, torch.bfloat16), (61, 16, torch.float16), (33, 144, torch.bfloat16)]
+    ("n", "k", "dtype"),
+    [(48, 96, torch.bfloat16), (61, 16, torch.float16), (33, 144, torch.bfloat16)],
 )
 def test_a_layer_of_any_size_is_multiplied_with_its_bias(emulated, n, k, dtype):
     kernel = vllm_cuda.kernel(Marlin)()
     layer, weight = linear_layer(n, k, dtype=dtype)
     kernel.process_weights_after_loading(layer)
-    assert not hasattr(layer, "weight_scale") and layer.weight.dtype == torch.uint8 and not hasattr(layer, "workspace")
-    assert layer.weight.device == layer.annie_scale.device, "vLLM's LoRA asks the weight for its device"
+    assert (
+        not hasattr(layer, "weight_scale")
+        and layer.weight.dtype == torch.uint8
+        and not hasattr(layer, "workspace")
+    )
+    assert layer.weight.device == layer.annie_scale.device, (
+        "vLLM's LoRA asks the weight for its device"
+    )
     x = torch.randn(2, 3, k, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(n).to(dtype)
     exact = torch.from_numpy(x.double().numpy() @ weight.T)
-    torch.testing.assert_close(kernel.apply_weights(layer, x), exact.to(dtype), rtol=8e-3, atol=1e-3)
-    torch.testing.assert_close(kernel.apply_weights(layer, x, bias), exact.to(dtype) + bias, rtol=8e-3, atol=2e-2)
+    torch.testing.assert_close(
+        kernel.apply_weights(layer, x), exact.to(dtype), rtol=8e-3, atol=1e-3
+    )
+    torch.testing.assert_close(
+        kernel.apply_weights(layer, x, bias), exact.to(dtype) + bias, rtol=8e-3, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("fault", ["nibbles", "scales"])
-def test_a_wrong_kernel_is_found_at_load_and_the_layer_stays_on_marlin(emulated, monkeypatch, caplog, fault):
+def test_a_wrong_kernel_is_found_at_load_and_the_layer_stays_on_marlin(
+    emulated, monkeypatch, caplog, fault
+):
     """The self-check's negative control: the faults that a tolerance on the norm would hide."""
     right = emulated_gemm.prepare
     monkeypatch.setattr(torch_op, "prepare", lambda *args: right(*args, fault=fault))
@@ -191,7 +215,11 @@ def test_layers_that_it_cannot_take_stay_on_marlin_and_the_others_do_not(emulate
     with caplog.at_level(logging.WARNING, "vllm.annie_quant"):
         for layer in (good, bad, wide):
             kernel.process_weights_after_loading(layer)
-    assert (good.annie_scale is None, bad.annie_scale is None, wide.annie_scale is None) == (False, True, True)
+    assert (good.annie_scale is None, bad.annie_scale is None, wide.annie_scale is None) == (
+        False,
+        True,
+        True,
+    )
     assert "bad: ValueError: block_scale is NaN or negative at row 5, block 2" in caplog.text
     assert "wide: activations are torch.float32" in caplog.text
 
@@ -217,7 +245,9 @@ def test_merged_linears_and_shards_are_products_of_their_parts(emulated):
 
     kernel.process_weights_after_loading(whole)
     y = kernel.apply_weights(whole, x).float()
-    by_columns = torch.cat([part(slice(0, 40), slice(0, 128)), part(slice(40, 64), slice(0, 128))], 1)
+    by_columns = torch.cat(
+        [part(slice(0, 40), slice(0, 128)), part(slice(40, 64), slice(0, 128))], 1
+    )
     assert (by_columns == y).all()
     by_rows = part(slice(0, 64), slice(0, 48)) + part(slice(0, 64), slice(48, 128))
     exact = x.double().numpy() @ weight.T
@@ -261,13 +291,21 @@ def test_torch_compile_sees_one_opaque_call_and_layers_of_a_shape_share_it(emula
         layers.append((layer, weight * seed))
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda layer, x: kernel.apply_weights(layer, x), backend=backend, fullgraph=True, dynamic=True
+        lambda layer, x: kernel.apply_weights(layer, x),
+        backend=backend,
+        fullgraph=True,
+        dynamic=True,
     )
     x = torch.randn(7, 96).to(torch.bfloat16)
     for layer, weight in layers:
         exact = torch.from_numpy(x.double().numpy() @ weight.T).to(torch.bfloat16)
         torch.testing.assert_close(compiled(layer, x), exact, rtol=8e-3, atol=1e-3)
-    calls = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and "nvfp4_linear" in str(n.target)]
+    calls = [
+        n
+        for g in graphs
+        for n in g.graph.nodes
+        if n.op == "call_function" and "nvfp4_linear" in str(n.target)
+    ]
     assert len(calls) == len(graphs)
     assert all(not isinstance(a, float) for n in calls for a in n.args), (
         "a tensor scale in a graph would be another layer's"

@@ -43,7 +43,9 @@ class MarlinExperts:
         output.copy_(torch.nn.functional.silu(gate) * up)
 
 
-def moe_align_block_size(ids, block, experts, expert_map=None, pad_sorted_ids=False, ignore_invalid_experts=False):
+def moe_align_block_size(
+    ids, block, experts, expert_map=None, pad_sorted_ids=False, ignore_invalid_experts=False
+):
     """As vLLM's: experts that are elsewhere are left out, and what is beyond `padded` has no meaning."""
     assert pad_sorted_ids, "else sorted_pairs can end inside the last tile"
     assert expert_map is None or ignore_invalid_experts
@@ -57,14 +59,19 @@ def moe_align_block_size(ids, block, experts, expert_map=None, pad_sorted_ids=Fa
             tiles.append(here)
     most = -(-(len(flat) + experts * (block - 1)) // block)
     sorted_pairs, tile_experts = torch.full((most * block,), len(flat)), torch.full((most,), 12345)
-    sorted_pairs[: len(order)], tile_experts[: len(tiles)] = torch.tensor(order), torch.tensor(tiles)
+    sorted_pairs[: len(order)], tile_experts[: len(tiles)] = (
+        torch.tensor(order),
+        torch.tensor(tiles),
+    )
     return sorted_pairs.int(), tile_experts.int(), torch.tensor([len(order)], dtype=torch.int32)
 
 
 def moe_fused_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map):
     if expert_map is not None:
         there = expert_map[topk_ids.long()] >= 0
-        inputs = torch.where(there[..., None], inputs, 0.0)  # rows of other ranks' experts are not initialised
+        inputs = torch.where(
+            there[..., None], inputs, 0.0
+        )  # rows of other ranks' experts are not initialised
     outputs.copy_((inputs.float() * topk_weights[..., None]).sum(1))
     return outputs
 
@@ -87,12 +94,20 @@ def vllm(monkeypatch):
     }  # fmt: skip
     for module in modules.values():
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("vllm", "vllm.model_executor", base, f"{base}.fused_moe", f"{base}.fused_moe.experts"):
+    for name in (
+        "vllm",
+        "vllm.model_executor",
+        base,
+        f"{base}.fused_moe",
+        f"{base}.fused_moe.experts",
+    ):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     marlin = type("MarlinExperts", (MarlinExperts,), {})
     modules["fused_moe.experts.marlin_moe"].MarlinExperts = marlin
     nvfp4 = modules["fused_moe.oracle"].nvfp4 = modules["fused_moe.oracle.nvfp4"]
-    nvfp4.backend_to_kernel_cls = lambda backend: [marlin] if backend == "MARLIN" else [f"class of {backend}"]
+    nvfp4.backend_to_kernel_cls = lambda backend: (
+        [marlin] if backend == "MARLIN" else [f"class of {backend}"]
+    )
     nvfp4.convert_to_nvfp4_moe_kernel_format = convert
     modules["quantization.modelopt"].convert_to_nvfp4_moe_kernel_format = convert
     modules["fused_moe.moe_align_block_size"].moe_align_block_size = moe_align_block_size
@@ -100,10 +115,14 @@ def vllm(monkeypatch):
     for module, name in ((vllm_layers, "on_marlin"), (vllm_layers, "_checked")):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(vllm_layers, "_logged", set())
-    return types.SimpleNamespace(nvfp4=nvfp4, modelopt=modules["quantization.modelopt"], marlin=marlin)
+    return types.SimpleNamespace(
+        nvfp4=nvfp4, modelopt=modules["quantization.modelopt"], marlin=marlin
+    )
 
 
-def mixture(ours, width=WIDTH, dtype=torch.bfloat16, name="model.layers.0.mlp.experts", experts=EXPERTS):
+def mixture(
+    ours, width=WIDTH, dtype=torch.bfloat16, name="model.layers.0.mlp.experts", experts=EXPERTS
+):
     """Return a layer and its tensors as vLLM hands them over, and its weights in float64."""
     parallel = types.SimpleNamespace(enable_eplb=False)
     layer = types.SimpleNamespace(
@@ -118,14 +137,21 @@ def mixture(ours, width=WIDTH, dtype=torch.bfloat16, name="model.layers.0.mlp.ex
         codes, scales = (torch.from_numpy(np.stack(x)) for x in zip(*of_experts, strict=True))
         tensors |= {part: torch.nn.Parameter(codes, requires_grad=False), f"{part}_scale": scales.view(torch.float8_e4m3fn),
                     f"{part}_scale_2": torch.tensor(factors)}  # fmt: skip
-        exact.append([torch.from_numpy(oracle.dequantize(*w, f)) for w, f in zip(of_experts, factors, strict=True)])
+        exact.append(
+            [
+                torch.from_numpy(oracle.dequantize(*w, f))
+                for w, f in zip(of_experts, factors, strict=True)
+            ]
+        )
     return layer, tensors, exact
 
 
 def load(vllm, layer, tensors):
     """Convert a layer as ModelOpt's method does, and return the instance that computes it with both weights."""
     ours = layer.quant_method.experts_cls
-    new = vllm.modelopt.convert_to_nvfp4_moe_kernel_format(nvfp4_backend="MARLIN", layer=layer, **tensors)
+    new = vllm.modelopt.convert_to_nvfp4_moe_kernel_format(
+        nvfp4_backend="MARLIN", layer=layer, **tensors
+    )
     if new == "Marlin's format":
         instance, w13, w2 = ours(), tensors["w13"], tensors["w2"]
     else:
@@ -136,7 +162,9 @@ def load(vllm, layer, tensors):
     return instance, w13, w2
 
 
-def run(instance, w13, w2, tokens, width=WIDTH, expert_map=None, experts=EXPERTS, dtype=torch.bfloat16):
+def run(
+    instance, w13, w2, tokens, width=WIDTH, expert_map=None, experts=EXPERTS, dtype=torch.bfloat16
+):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
     weights = torch.rand(tokens, TOP_K, generator=generator)
@@ -144,7 +172,9 @@ def run(instance, w13, w2, tokens, width=WIDTH, expert_map=None, experts=EXPERTS
     _, m, n, k, top_k = instance.moe_problem_size(x, w13, w2, chosen)
     assert (m, n, k, top_k) == (tokens, width, HIDDEN, TOP_K)
     pairs = m * top_k
-    common = torch.full((max(pairs * max(n, k), m * k),), float("nan"), dtype=dtype)  # vLLM's output shares it
+    common = torch.full(
+        (max(pairs * max(n, k), m * k),), float("nan"), dtype=dtype
+    )  # vLLM's output shares it
     output = common[: m * k].view(m, k)
     instance.apply(
         output=output, hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=chosen, activation="silu",
@@ -187,7 +217,9 @@ def test_it_stands_where_vllm_takes_marlin_and_nowhere_else(vllm, ours):
     assert vllm.nvfp4.convert_to_nvfp4_moe_kernel_format is changed, "a second call changes nothing"
     assert vllm.nvfp4.backend_to_kernel_cls("CUTLASS") == ["class of CUTLASS"]
     layer, tensors, _ = mixture("class of CUTLASS")
-    assert changed(nvfp4_backend="CUTLASS", layer=layer, **tensors) == "Marlin's format", "vLLM's own conversion"
+    assert changed(nvfp4_backend="CUTLASS", layer=layer, **tensors) == "Marlin's format", (
+        "vLLM's own conversion"
+    )
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(WIDTH, torch.bfloat16), (128, torch.float16)])
@@ -196,7 +228,10 @@ def test_a_mixture_is_computed_with_the_routers_weights(vllm, ours, caplog, widt
     layer, tensors, exact = mixture(ours, width, dtype)
     with caplog.at_level(logging.INFO, vllm_cuda.LOGGER):
         instance, w13, w2 = load(vllm, layer, tensors)
-    assert len(caplog.messages) == 1 and "NVFP4 experts run on this package's W4A16 kernel" in caplog.messages[0]
+    assert (
+        len(caplog.messages) == 1
+        and "NVFP4 experts run on this package's W4A16 kernel" in caplog.messages[0]
+    )
     assert (w13.dtype, w13.dim(), len(w13)) == (torch.uint8, 2, EXPERTS)
     for tokens in (1, 7, 40):
         x, weights, chosen, y = run(instance, w13, w2, tokens, width, dtype=dtype)
@@ -234,7 +269,9 @@ def test_experts_of_other_ranks_and_shards_of_experts(vllm, ours):
         rows = slice(48 * rank, 48 * rank + 48)
         shard = dict(tensors)
         for name in ("w13", "w13_scale"):
-            shard[name] = torch.cat([half[:, rows] for half in tensors[name].data.chunk(2, 1)], 1).contiguous()
+            shard[name] = torch.cat(
+                [half[:, rows] for half in tensors[name].data.chunk(2, 1)], 1
+            ).contiguous()
         shard["w2"] = tensors["w2"].data[:, :, 24 * rank : 24 * rank + 24].contiguous()
         shard["w2_scale"] = tensors["w2_scale"][:, :, 3 * rank : 3 * rank + 3].contiguous()
         instance, w13, w2 = load(vllm, mixture(ours)[0], shard)
@@ -261,7 +298,10 @@ def test_layers_that_it_cannot_take_stay_on_marlin_with_one_line_per_reason(vllm
                 layer, tensors, _ = mixture(ours, name=f"layer {number} {again}")
                 change(layer, tensors)
                 instance, w13, _ = load(vllm, layer, tensors)
-                assert w13 is tensors["w13"] and instance.apply(hidden_states=None) == "Marlin's product"
+                assert (
+                    w13 is tensors["w13"]
+                    and instance.apply(hidden_states=None) == "Marlin's product"
+                )
                 assert instance.moe_problem_size(None, None, None, None) == "Marlin's size"
         assert len(caplog.messages) == 1 and reason in caplog.messages[0], (reason, caplog.messages)
     layer, tensors, _ = mixture(ours, name="layer 0 0")
@@ -271,14 +311,18 @@ def test_layers_that_it_cannot_take_stay_on_marlin_with_one_line_per_reason(vllm
 
 
 @pytest.mark.parametrize("fault", ["nibbles", "scales", "experts", "alignment"])
-def test_a_wrong_kernel_is_found_at_load_and_the_experts_stay_on_marlin(vllm, ours, monkeypatch, caplog, fault):
+def test_a_wrong_kernel_is_found_at_load_and_the_experts_stay_on_marlin(
+    vllm, ours, monkeypatch, caplog, fault
+):
     """The self-check's negative controls. "alignment": the server's own, which is part of what is checked."""
     if fault in ("nibbles", "scales"):
         monkeypatch.setattr(torch_op, "prepare", lambda *a: emulated_gemm.prepare(*a, fault=fault))
     right = grouped.prepare_experts
     if fault == "experts":
         monkeypatch.setattr(
-            grouped, "prepare_experts", lambda *a: right(*a)._replace(packed=right(*a).packed.roll(1, 0))
+            grouped,
+            "prepare_experts",
+            lambda *a: right(*a)._replace(packed=right(*a).packed.roll(1, 0)),
         )
     if fault == "alignment":
         module = sys.modules["vllm.model_executor.layers.fused_moe.moe_align_block_size"]
@@ -310,7 +354,9 @@ def test_a_vllm_with_other_names_keeps_its_own_experts(vllm, monkeypatch, caplog
     monkeypatch.setattr(vllm_cuda, "_replace_marlin", lambda: None)
     monkeypatch.setenv(vllm_cuda.SWITCH, "1")
     vllm_cuda.register()
-    assert not hasattr(vllm.nvfp4.backend_to_kernel_cls, "annie_quant"), "experts need another switch"
+    assert not hasattr(vllm.nvfp4.backend_to_kernel_cls, "annie_quant"), (
+        "experts need another switch"
+    )
     monkeypatch.setenv(vllm_cuda.EXPERTS_SWITCH, "1")
     del vllm.nvfp4.convert_to_nvfp4_moe_kernel_format
     classes = vllm.nvfp4.backend_to_kernel_cls
@@ -328,7 +374,12 @@ def test_the_check_bounds_what_sums_in_float32_allow(vllm):
 
     def worst(factor):
         return oracle.worst_experts_error(
-            weights, *parts[:2], parts[2] * factor, torch.bfloat16, TOP_K, lambda c, t: grouped.align(c, EXPERTS, t)
+            weights,
+            *parts[:2],
+            parts[2] * factor,
+            torch.bfloat16,
+            TOP_K,
+            lambda c, t: grouped.align(c, EXPERTS, t),
         )
 
     assert worst(1.0) <= 1 < worst(1.02)

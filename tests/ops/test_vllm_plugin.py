@@ -57,11 +57,15 @@ def test_activations_are_rounded_under_the_input_scale(rows):
     input_scale = np.float32(float(x.abs().max()) / (6 * 448))
     blocks = x.numpy().reshape(rows, -1, 16).astype(np.float64)
     expected = np.abs(blocks).max(-1) / (6 * float(input_scale))
-    step = np.minimum(expected, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(input_scale)
+    step = np.minimum(expected, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(
+        input_scale
+    )
     ratio = np.abs(blocks) / step[..., None]
     rounded = np.sign(blocks) * E2M1[np.abs(ratio[..., None] - E2M1).argmin(-1)] * step[..., None]
     got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=float(input_scale))
-    np.testing.assert_allclose(got.numpy(), exact(packed, rounded.reshape(rows, 64)), rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(
+        got.numpy(), exact(packed, rounded.reshape(rows, 64)), rtol=2e-4, atol=2e-5
+    )
     alone = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
     assert not torch.allclose(got, alone, rtol=1e-3), "rounding must show"
 
@@ -76,8 +80,12 @@ def test_bfloat16_products_are_exact_and_do_not_depend_on_the_batch(input_scale)
     operands = codec.fake_quant_eager(x.float(), input_scale, 16) if input_scale else x.float()
     expected = torch.from_numpy(exact(packed, operands.numpy())).to(torch.bfloat16)
     got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=input_scale)
-    assert (got == expected).float().mean() > 0.999  # a float32 sum next to a midpoint may take the other neighbour
-    alone = torch.cat([vllm_plugin.multiply(row[None], *as_torch(packed), input_scale=input_scale) for row in x])
+    assert (
+        got == expected
+    ).float().mean() > 0.999  # a float32 sum next to a midpoint may take the other neighbour
+    alone = torch.cat(
+        [vllm_plugin.multiply(row[None], *as_torch(packed), input_scale=input_scale) for row in x]
+    )
     assert (got == alone).float().mean() > 0.999
 
 
@@ -113,7 +121,10 @@ def test_a_cpu_gets_both_kernels_once(vllm):
     vllm_plugin.register()
     vllm_plugin.register()
     table = vllm.linear._POSSIBLE_NVFP4_KERNELS
-    assert [k.__name__ for k in table["cpu"]] == ["AnnieNvFp4LinearKernel", "AnnieNvFp4W4A16LinearKernel"]
+    assert [k.__name__ for k in table["cpu"]] == [
+        "AnnieNvFp4LinearKernel",
+        "AnnieNvFp4W4A16LinearKernel",
+    ]
     assert table["cuda"] == ["theirs"] and vllm.linear.MarlinNvFp4LinearKernel is table["cpu"][1]
     # --linear-backend marlin takes the kernel without 4-bit activations, not the table's first one.
     assert vllm.linear._LINEAR_BACKEND_KERNEL_MAP["marlin"] == {"Marlin", table["cpu"][1]}
@@ -123,7 +134,8 @@ def test_gpus_are_not_changed(vllm):
     vllm.platform.is_cpu = lambda: False
     vllm_plugin.register()
     assert (
-        vllm.linear._POSSIBLE_NVFP4_KERNELS == {"cuda": ["theirs"]} and vllm.linear.MarlinNvFp4LinearKernel == "Marlin"
+        vllm.linear._POSSIBLE_NVFP4_KERNELS == {"cuda": ["theirs"]}
+        and vllm.linear.MarlinNvFp4LinearKernel == "Marlin"
     )
 
 
@@ -137,7 +149,9 @@ def test_a_layer_uses_the_kernel(vllm):
         input_global_scale=torch.tensor(0.001),
     )
     x, bias = torch.randn(3, 32), torch.randn(16)
-    for kernel, input_scale in zip(vllm_plugin.kernels(), (float(torch.tensor(0.001)), 0.0), strict=True):
+    for kernel, input_scale in zip(
+        vllm_plugin.kernels(), (float(torch.tensor(0.001)), 0.0), strict=True
+    ):
         assert kernel.is_supported() == (True, None) and kernel.can_implement(None) == (True, None)
         one = kernel()
         one.process_weights_after_loading(layer)

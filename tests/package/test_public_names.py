@@ -10,7 +10,11 @@ from paths import DATA
 
 import annie_quant as aq
 
-LINES = [line for line in (DATA / "api.txt").read_text().splitlines() if line and not line.startswith("#")]
+LINES = [
+    line
+    for line in (DATA / "api.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
 NAMES = [line for line in LINES if not line.startswith("annie-quant ")]
 COMMANDS = [line.split()[1:] for line in LINES if line.startswith("annie-quant ")]
 
@@ -33,7 +37,9 @@ def lacks(line: str) -> list[str]:
             missing.append(f"{name}: {expected} is not parameter {position + 1}")
     source = inspect.getsource(result) if attributes else ""
     for expected in (attributes or "").split():
-        if not hasattr(result, expected) and not re.search(rf"(self\.|^    ){expected}\b", source, re.MULTILINE):
+        if not hasattr(result, expected) and not re.search(
+            rf"(self\.|^    ){expected}\b", source, re.MULTILINE
+        ):
             missing.append(f"{name}.{expected}")
     return missing
 

@@ -39,7 +39,9 @@ def check(pytester, monkeypatch):
     pytester.makepyfile(CHECKS)
 
     def run(*arguments):
-        return pytester.runpytest_subprocess("-p", "annie_quant.pytest_plugin", "--strict-markers", "-rs", *arguments)
+        return pytester.runpytest_subprocess(
+            "-p", "annie_quant.pytest_plugin", "--strict-markers", "-rs", *arguments
+        )
 
     return run
 

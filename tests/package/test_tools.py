@@ -39,7 +39,9 @@ def test_an_import_of_a_higher_layer_is_reported(package):
     folder = package(judge__rules="def f():\n    from annie_quant.report import build\n", report="")
     code, lines = check("check_imports.py", folder)
     assert code == 1 and len(lines) == 1
-    assert lines[0].startswith("annie_quant/judge/rules.py:2:") and "may not import report" in lines[0]
+    assert (
+        lines[0].startswith("annie_quant/judge/rules.py:2:") and "may not import report" in lines[0]
+    )
 
 
 def test_a_forbidden_library_is_reported(package):
@@ -48,8 +50,12 @@ def test_a_forbidden_library_is_reported(package):
 
 
 def test_an_import_from_a_module_that_is_gone_is_reported(package):
-    code, lines = check("check_imports.py", package(judge__rules="from annie_quant.judge.gone import gate\n"))
-    assert code == 1 and lines == ["annie_quant/judge/rules.py:1: there is no module annie_quant.judge.gone"]
+    code, lines = check(
+        "check_imports.py", package(judge__rules="from annie_quant.judge.gone import gate\n")
+    )
+    assert code == 1 and lines == [
+        "annie_quant/judge/rules.py:1: there is no module annie_quant.judge.gone"
+    ]
 
 
 def test_a_cycle_of_modules_is_reported(package):

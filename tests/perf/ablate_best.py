@@ -38,14 +38,17 @@ class HeldOut:
         samples = calibration_samples.samples_of_rows(model, read_conversations(file))
         chosen = list(kl_trial.spread(samples))[:answers]
         self.trial = kl_trial.Trial(
-            ModelFolder(model), kl_trial.answers_to_score(chosen, calibration_samples.RESPONSE, 10**9)
+            ModelFolder(model),
+            kl_trial.answers_to_score(chosen, calibration_samples.RESPONSE, 10**9),
         )
 
     def divergence(self, checkpoint: Path, numerics: str) -> float:
         """Return the mean KL of a quantized checkpoint, in nats per token."""
         trial = self.trial
         source, engine = trial.model, trial.engine
-        model = load(checkpoint, numerics, cache="float32", dtype=torch.float32, device=str(engine.device))
+        model = load(
+            checkpoint, numerics, cache="float32", dtype=torch.float32, device=str(engine.device)
+        )
         trial.model, trial.engine = model, kl_trial.Engine(model)
         try:
             with torch.inference_mode():
@@ -55,7 +58,9 @@ class HeldOut:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="+", metavar="'STRATEGY [NAME=VALUE ...]'")
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--persona", default="annie")
@@ -75,8 +80,19 @@ def main() -> None:
             quantize.run(strategy, arguments.model, work / "out", calib_data=calibration, calib_samples=arguments.samples,
                          force=True, seed=seed, **dict(item.split("=", 1) for item in settings))  # fmt: skip
             seconds = round(time.monotonic() - start, 1)
-            figures = {kind: round(held_out.divergence(work / "out", kind), 5) for kind in ("w4a4", "w4a16")}
-            line = json.dumps({"model": arguments.model.name, "seed": seed, "row": row, **figures, "seconds": seconds})
+            figures = {
+                kind: round(held_out.divergence(work / "out", kind), 5)
+                for kind in ("w4a4", "w4a16")
+            }
+            line = json.dumps(
+                {
+                    "model": arguments.model.name,
+                    "seed": seed,
+                    "row": row,
+                    **figures,
+                    "seconds": seconds,
+                }
+            )
             print(line, flush=True)
             if arguments.output:
                 with arguments.output.open("a") as file:

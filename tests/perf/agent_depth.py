@@ -52,11 +52,16 @@ def start_vllm(program: Path, checkpoint: Path, port: int, log: Path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument(
-        "--context", type=int, default=10000, help="tokens of notes before the tools and the conversation"
+        "--context",
+        type=int,
+        default=10000,
+        help="tokens of notes before the tools and the conversation",
     )
     parser.add_argument("--cases", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
@@ -87,7 +92,13 @@ def main() -> None:
                     checkpoint.convert(source, to="gguf", output=file, type=kind)
                 log = arguments.folder / f"{kind}.log"
                 servers.append(
-                    serving.start(file, runtime="llama.cpp", log=log, context=POSITIONS, threads=arguments.threads)
+                    serving.start(
+                        file,
+                        runtime="llama.cpp",
+                        log=log,
+                        context=POSITIONS,
+                        threads=arguments.threads,
+                    )
                 )
                 meta = {"source": "tiny-annie", "pid": servers[-1].pid}
                 sides.append(bench.Backend(f"llama.cpp-{kind}", servers[-1].url, meta=meta))
@@ -95,7 +106,11 @@ def main() -> None:
                 target = arguments.folder / "nvfp4"
                 if not target.exists():
                     quantize.run("direct", source, target)
-                servers.append(start_vllm(arguments.vllm, target, arguments.port, arguments.folder / "vllm.log"))
+                servers.append(
+                    start_vllm(
+                        arguments.vllm, target, arguments.port, arguments.folder / "vllm.log"
+                    )
+                )
                 meta = {"source": "tiny-annie", "pid": servers[-1].pid}
                 sides.insert(0, bench.Backend("vLLM-NVFP4", servers[-1].url, meta=meta))
             run(arguments, bench, agent, sides, progress)
@@ -103,17 +118,25 @@ def main() -> None:
             for server in servers:
                 server.stop()
     rows = [
-        r for r in read_records(arguments.folder / "run/records.jsonl") if not r.warmup and r.workload == agent.name
+        r
+        for r in read_records(arguments.folder / "run/records.jsonl")
+        if not r.warmup and r.workload == agent.name
     ]
-    print(f"{len(agent.tools)} tools, {REQUESTS} requests per conversation, {arguments.cases} conversations per side")
-    print("side                 request  prompt tokens  cached  TTFT ms  ms per token  errors  tool call")
+    print(
+        f"{len(agent.tools)} tools, {REQUESTS} requests per conversation, {arguments.cases} conversations per side"
+    )
+    print(
+        "side                 request  prompt tokens  cached  TTFT ms  ms per token  errors  tool call"
+    )
     for side in sides:
         for turn in range(REQUESTS):
             own = [r for r in rows if r.backend == side.name and r.turn == turn]
             cached = [r.tokens.cached_tokens for r in own if r.tokens.cached_tokens is not None]
             first = [r.timings.first_token_ms for r in own if r.timings.first_token_ms is not None]
             tpot = [r.timings.tpot_ms for r in own if r.timings.tpot_ms is not None]
-            checks = [r.judgement.checks["tool_call"] for r in own if "tool_call" in r.judgement.checks]
+            checks = [
+                r.judgement.checks["tool_call"] for r in own if "tool_call" in r.judgement.checks
+            ]
             print(
                 f"{side.name:20} {turn + 1:7} {statistics.median(r.tokens.prompt_tokens for r in own):14.0f}"
                 f" {statistics.median(cached) if cached else float('nan'):7.0f}"
@@ -137,9 +160,13 @@ def run(arguments: argparse.Namespace, bench, agent, sides, progress) -> None:
             flush=True,
         )
 
-    done = bench.run(sides, [agent], arguments.folder / "run", warmup=1, runs=1, timeout_s=600.0, watch=watch)
+    done = bench.run(
+        sides, [agent], arguments.folder / "run", warmup=1, runs=1, timeout_s=600.0, watch=watch
+    )
     for name, side in done.aggregates.served.items():
-        print(name, {gate: f"{row.passes}/{row.n} {row.verdict}" for gate, row in side.gates.items()})
+        print(
+            name, {gate: f"{row.passes}/{row.n} {row.verdict}" for gate, row in side.gates.items()}
+        )
     for finding in done.aggregates.confounds:
         print(f"  {finding.code}: {finding.message}")
     print(done.verdict.sentence)

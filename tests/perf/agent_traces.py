@@ -32,7 +32,9 @@ def recorded(requests: list, start_s: float = 0.0) -> list[tuple]:
         if request["type"] == "subagent":
             rows += recorded(request["requests"], start_s + request["t"])
         else:
-            rows.append((start_s + request["t"], request["in"], max(1, request["out"]), request["hash_ids"]))
+            rows.append(
+                (start_s + request["t"], request["in"], max(1, request["out"]), request["hash_ids"])
+            )
     return rows
 
 
@@ -45,7 +47,13 @@ def compare(folder: Path, most: int) -> None:
         content = json.loads(file.read_text())
         cases = [case for agent in traces.agents_of(file) for case in agent]
         read = [
-            (c.arrival_s, c.prompt_tokens, c.max_tokens, [int(b.rpartition("/")[2]) for b in c.blocks]) for c in cases
+            (
+                c.arrival_s,
+                c.prompt_tokens,
+                c.max_tokens,
+                [int(b.rpartition("/")[2]) for b in c.blocks],
+            )
+            for c in cases
         ]
         total += len(read)
         different += sorted(read) != sorted(recorded(content["requests"]))
@@ -68,21 +76,37 @@ def serve() -> None:
     ]
     file = work / "session.json"
     file.write_text(json.dumps({"id": "s", "block_size": 64, "requests": rows}))
-    model = Path(annie_quant.checkpoint.convert(TINY_ANNIE, "gguf", work / "tiny.gguf", type="Q8_0").path)
+    model = Path(
+        annie_quant.checkpoint.convert(TINY_ANNIE, "gguf", work / "tiny.gguf", type="Q8_0").path
+    )
     for workload in (traces.trace(file, 10), traces.replay([file], 10)):
         with serving.start(model) as server:
             sides = [bench.Backend("a", server.url)]
             bench.run(sides, [workload], work / workload.name, warmup=1, runs=1, with_memory=False)
-        records = [r for r in read_records(work / workload.name / "records.jsonl") if r.workload == workload.name]
+        records = [
+            r
+            for r in read_records(work / workload.name / "records.jsonl")
+            if r.workload == workload.name
+        ]
         before = None
         for r in (r for r in records if not r.warmup):
-            between = "" if before is None else f", {r.timings.started_unix_s - before:.2f} s after the one before"
-            before = r.timings.started_unix_s + (r.timings.e2e_ms / 1e3 if workload.name == "replay" else 0.0)
-            print(f"{workload.name}: {r.tokens.prompt_tokens} tokens, {r.tokens.cached_tokens} cached{between}")
+            between = (
+                ""
+                if before is None
+                else f", {r.timings.started_unix_s - before:.2f} s after the one before"
+            )
+            before = r.timings.started_unix_s + (
+                r.timings.e2e_ms / 1e3 if workload.name == "replay" else 0.0
+            )
+            print(
+                f"{workload.name}: {r.tokens.prompt_tokens} tokens, {r.tokens.cached_tokens} cached{between}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, default=400)
     parser.add_argument("--served", action="store_true")

@@ -32,7 +32,14 @@ import annie_quant  # noqa: E402
 from annie_quant.core.files import read_json, write_json, write_text  # noqa: E402
 from annie_quant.data.workloads import resolve  # noqa: E402
 from annie_quant.judge.statistics import mcnemar  # noqa: E402
-from annie_quant.ops.attribution import ArmResult, AttributionRun, Conclusion, Effect, pairs_of, plan  # noqa: E402
+from annie_quant.ops.attribution import (  # noqa: E402
+    ArmResult,
+    AttributionRun,
+    Conclusion,
+    Effect,
+    pairs_of,
+    plan,
+)
 from annie_quant.ops.attribution_servers import CommandTarget  # noqa: E402
 
 REPORT = ROOT / "tests/perf/attribution.md"
@@ -70,7 +77,11 @@ def damage(tensors: dict) -> None:
 
     generator = torch.Generator().manual_seed(0)
     for name in sorted(n for n in tensors if ".mlp." in n and n.endswith("_proj.weight")):
-        noise = torch.randn(tensors[name].shape, generator=generator) * tensors[name].float().std() * 0.8
+        noise = (
+            torch.randn(tensors[name].shape, generator=generator)
+            * tensors[name].float().std()
+            * 0.8
+        )
         tensors[name] = (tensors[name].float() + noise).to(tensors[name].dtype)
 
 
@@ -140,8 +151,16 @@ def real_run(files: Files, folder: Path, changed: dict[str, str], fault: str, se
         "weights": "q8", "kv": "q8_0", "mtp": "2", "prefix": "on", "batch": "2", "template": "comment", "parser": "usual",
         "sampling": '{"temperature": 0, "top_k": 1}',
     } | changed  # fmt: skip
-    suspect |= {"weights": files.gguf(suspect["weights"]), "template": files.template(suspect["template"])}
-    trusted = {"weights": files.gguf("bf16"), "kv": "f16", "parser": "auto", "template": files.template("plain")}
+    suspect |= {
+        "weights": files.gguf(suspect["weights"]),
+        "template": files.template(suspect["template"]),
+    }
+    trusted = {
+        "weights": files.gguf("bf16"),
+        "kv": "f16",
+        "parser": "auto",
+        "template": files.template("plain"),
+    }
     program = shlex.join([sys.executable, str(ROOT / "tests/helpers/faulty_server.py")])
     line = f"{program} {{port}} {{weights}} --kv {{kv}} --mtp {{mtp}} --template {{template}} --parser {{parser}}"
     line += f" --fault {fault}" if fault else ""
@@ -149,7 +168,12 @@ def real_run(files: Files, folder: Path, changed: dict[str, str], fault: str, se
     workloads = annie_quant.judge.sample(resolve(None, "tool_web"), N, seed)
     # The same command with the same values is the same arm, which an earlier run has measured.
     for arm in folder.parent.glob("*/arms/*"):
-        if not {*arm.name.split("+")} & {*changed} and not fault and not seed and (arm / "bench.json").exists():
+        if (
+            not {*arm.name.split("+")} & {*changed}
+            and not fault
+            and not seed
+            and (arm / "bench.json").exists()
+        ):
             shutil.copytree(arm, folder / "arms" / arm.name, dirs_exist_ok=True)
     start = time.monotonic()
     result = AttributionRun(target, workloads, folder, seed=seed).run()
@@ -166,7 +190,18 @@ def real_run(files: Files, folder: Path, changed: dict[str, str], fault: str, se
 
 # ---- the planner with drawn answers
 
-FACTORS = ("weights", "activations", "template", "parser", "kv", "mtp", "prefix", "graphs", "batch", "sampling")
+FACTORS = (
+    "weights",
+    "activations",
+    "template",
+    "parser",
+    "kv",
+    "mtp",
+    "prefix",
+    "graphs",
+    "batch",
+    "sampling",
+)
 
 
 def simulate(
@@ -191,7 +226,11 @@ def simulate(
         won = sum(b and not a for a, b in zip(base, arm, strict=True))
         measured = step.factors or step.again
         results.append(
-            ArmResult(step.factors, step.again, Effect(n, lost, won, mcnemar(lost, won)) if measured else None)
+            ArmResult(
+                step.factors,
+                step.again,
+                Effect(n, lost, won, mcnemar(lost, won)) if measured else None,
+            )
         )
     return step, len(results)
 
@@ -204,14 +243,18 @@ def simulated_rows(runs: int) -> list[str]:
         "two factors": [[(a,), (b,)] for a, b in itertools.combinations(FACTORS, 2)],
     }
     rows = []
-    for (name, causes), (broken, noise) in itertools.product(cases.items(), ((0.15, 0.01), (0.15, 0.03), (0.3, 0.05))):
+    for (name, causes), (broken, noise) in itertools.product(
+        cases.items(), ((0.15, 0.01), (0.15, 0.03), (0.3, 0.05))
+    ):
         named = partly = innocent = arms = most = 0
         for seed in range(runs):
             planted = causes[seed % len(causes)]
             end, n_arms = simulate(planted, 200, broken, noise, seed)
             guilty = {f for cause in planted for f in cause}
             named += {frozenset(c) for c in end.causes} == {frozenset(c) for c in planted}
-            partly += bool(end.causes) and {frozenset(c) for c in end.causes} < {frozenset(c) for c in planted}
+            partly += bool(end.causes) and {frozenset(c) for c in end.causes} < {
+                frozenset(c) for c in planted
+            }
             innocent += bool({f for c in end.causes for f in c} - guilty)
             arms, most = arms + n_arms, max(most, n_arms)
         rows.append(
@@ -222,7 +265,9 @@ def simulated_rows(runs: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", type=Path)
     parser.add_argument("--only", nargs="*", default=list(FAULTS))
     parser.add_argument("--healthy", type=int, default=5, help="real runs without a fault")
@@ -236,9 +281,14 @@ def main() -> None:
         row = real_run(files, work / "runs" / name, changed, fault, 0)
         ok = row["causes"] == [list(culprits)]
         right += ok
-        rows.append(f"| {planted} | {'yes' if ok else 'no'} | {row['arms']} | {row['seconds']} | {row['sentence']} |")
+        rows.append(
+            f"| {planted} | {'yes' if ok else 'no'} | {row['arms']} | {row['seconds']} | {row['sentence']} |"
+        )
         print(rows[-1], flush=True)
-    healthy = [real_run(files, work / "runs" / f"healthy-{seed}", {}, "", seed) for seed in range(args.healthy)]
+    healthy = [
+        real_run(files, work / "runs" / f"healthy-{seed}", {}, "", seed)
+        for seed in range(args.healthy)
+    ]
     for row in healthy:
         print(json.dumps(row), flush=True)
     accused = sum(bool(row["causes"]) for row in healthy)

@@ -42,7 +42,10 @@ EARLIER = (
     ("Good morning, Annie. Good to talk to you.", "Good morning! It is lovely to hear from you."),
     ("Hi Annie. How are you doing?", "I am doing well, thank you. How is your day going?"),
     ("It is going well so far.", "I am glad to hear that. What would you like to do today?"),
-    ("I have some time before lunch.", "That sounds nice. Is there anything that I can help you with?"),
+    (
+        "I have some time before lunch.",
+        "That sounds nice. Is there anything that I can help you with?",
+    ),
 )
 # name → (what is planted, stated values of the suspect, fault of the plug-in, culprits)
 FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
@@ -74,7 +77,9 @@ class VllmFiles(attribution.Files):
             rows = self.work / "calibration.jsonl"
             if not rows.exists():
                 annie_quant.data.generate("annie", teacher="offline", n=500, output=rows, seed=0)
-            annie_quant.quantize.run(name, super().folder("bf16"), target, calib_data=rows, calib_samples=48)
+            annie_quant.quantize.run(
+                name, super().folder("bf16"), target, calib_data=rows, calib_samples=48
+            )
         if name == "head" and not target.exists():
             return attribution.change_weights(self.folder("naive"), target, attribution.coarse_head)
         return target if target.exists() else super().folder(name)
@@ -86,10 +91,16 @@ class VllmFiles(attribution.Files):
             (source,) = resolve(None, "tool_web")
             roles = ("user", "assistant")
             earlier = [
-                {"role": role, "content": text} for pair in EARLIER for role, text in zip(roles, pair, strict=True)
+                {"role": role, "content": text}
+                for pair in EARLIER
+                for role, text in zip(roles, pair, strict=True)
             ]
             cases = [
-                {"id": c.id, "messages": [*earlier, *c.messages], "expect": dataclasses.asdict(c)["expect"]}
+                {
+                    "id": c.id,
+                    "messages": [*earlier, *c.messages],
+                    "expect": dataclasses.asdict(c)["expect"],
+                }
                 for c in source.cases
             ]
             file = {
@@ -98,13 +109,25 @@ class VllmFiles(attribution.Files):
                 "persona": source.persona,
                 "tools": "persona",
             }
-            file |= {"thinking": False, "max_tokens": 80, "temperature": 0, "gates": [*source.gates], "cases": cases}
+            file |= {
+                "thinking": False,
+                "max_tokens": 80,
+                "temperature": 0,
+                "gates": [*source.gates],
+                "cases": cases,
+            }
             write_json(path, file)
         return path
 
 
 def run(
-    files: VllmFiles, name: str, vllm: Path, checkpoint: str, stated: dict[str, str], fault: str, seed: int
+    files: VllmFiles,
+    name: str,
+    vllm: Path,
+    checkpoint: str,
+    stated: dict[str, str],
+    fault: str,
+    seed: int,
 ) -> dict:
     """Return the row of one attribution: attribution.json and the seconds that it took."""
     folder = files.work / "runs" / name
@@ -131,18 +154,39 @@ def run(
         "--reference",
         files.folder("bf16"),
     ]
-    command += ["--runtime", "vllm", "--use", "cpu", "--workloads", files.workload(), "--n", N, "--seed", seed]
-    command += [word for factor, value in suspect.items() for word in ("--suspect", f"{factor}={value}")]
-    command += [word for factor, value in trusted.items() for word in ("--trusted", f"{factor}={value}")]
+    command += [
+        "--runtime",
+        "vllm",
+        "--use",
+        "cpu",
+        "--workloads",
+        files.workload(),
+        "--n",
+        N,
+        "--seed",
+        seed,
+    ]
+    command += [
+        word for factor, value in suspect.items() for word in ("--suspect", f"{factor}={value}")
+    ]
+    command += [
+        word for factor, value in trusted.items() for word in ("--trusted", f"{factor}={value}")
+    ]
     for arm in (files.work / "runs").glob("*/arms/*"):
-        target, blamed = folder / "arms" / arm.name, {*culprits_of(name), *culprits_of(arm.parents[1].name)}
+        target, blamed = (
+            folder / "arms" / arm.name,
+            {*culprits_of(name), *culprits_of(arm.parents[1].name)},
+        )
         if (
             not blamed & {*arm.name.split("+")}
             and (arm / "bench.json").exists()
             and not (target / "bench.json").exists()
         ):
             key = read_json(arm / "key.json")
-            if key["seed"] == seed and key["values"]["weights"] in (str(model), str(files.folder("bf16"))):
+            if key["seed"] == seed and key["values"]["weights"] in (
+                str(model),
+                str(files.folder("bf16")),
+            ):
                 shutil.copytree(arm, target, dirs_exist_ok=True)
     env = os.environ | vllm_faults.install(files.work / "plug-in") | {"ANNIE_QUANT_VLLM": str(vllm)}
     env |= {vllm_faults.SWITCH: fault}
@@ -173,9 +217,14 @@ def faulty_rows(files: VllmFiles, names: list[str], vllm: Path) -> Iterator[str]
         row = run(files, name, vllm, "naive", stated, fault, 0)
         end = row["conclusion"]
         # A server that dies with a value does not make answers wrong: the value is named as one that cannot be tested.
-        ok = end["causes"] == [list(culprits)] or (not end["causes"] and list(end["untested"]) == list(culprits))
+        ok = end["causes"] == [list(culprits)] or (
+            not end["causes"] and list(end["untested"]) == list(culprits)
+        )
         sentence = "; ".join(
-            [row["sentence"], *(f"not tested: {name}: {why}" for name, why in end["untested"].items())]
+            [
+                row["sentence"],
+                *(f"not tested: {name}: {why}" for name, why in end["untested"].items()),
+            ]
         )
         yield f"| {planted} | {'yes' if ok else 'no'} | {len(row['arms'])} | {row['seconds']} | {sentence} |"
 
@@ -188,7 +237,9 @@ def healthy_rows(files: VllmFiles, runs: Sequence[tuple[str, int]], vllm: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", type=Path)
     parser.add_argument("--vllm", type=Path, required=True, help="the program")
     parser.add_argument("--only", nargs="*", default=list(FAULTS))
@@ -196,12 +247,22 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    files, vllm, rows = VllmFiles(work), args.vllm.absolute(), {"healthy": [], "faulty": [], "dying": []}
+    files, vllm, rows = (
+        VllmFiles(work),
+        args.vllm.absolute(),
+        {"healthy": [], "faulty": [], "dying": []},
+    )
     # The first run without a fault has arms that many rows need.
     for kind, row in itertools.chain(
         (("healthy", row) for row in healthy_rows(files, HEALTHY[:1], vllm)),
-        (("faulty", row) for row in faulty_rows(files, [name for name in args.only if name != DIES], vllm)),
-        (("dying", row) for row in faulty_rows(files, [name for name in args.only if name == DIES], vllm)),
+        (
+            ("faulty", row)
+            for row in faulty_rows(files, [name for name in args.only if name != DIES], vllm)
+        ),
+        (
+            ("dying", row)
+            for row in faulty_rows(files, [name for name in args.only if name == DIES], vllm)
+        ),
         (("healthy", row) for row in healthy_rows(files, HEALTHY[1 : args.healthy], vllm)),
     ):
         print(row, flush=True)
@@ -211,7 +272,9 @@ def main() -> None:
 
 def report(faulty: list[str], healthy: list[str], dying: list[str]) -> None:
     """Replace the part of the page from HEADING on."""
-    named, nobody = (sum(row.split(" | ")[1] == "yes" for row in rows) for rows in (faulty, healthy))
+    named, nobody = (
+        sum(row.split(" | ")[1] == "yes" for row in rows) for rows in (faulty, healthy)
+    )
     table = "| named rightly | arms | seconds | sentence |\n|---|---|---|---|---|\n"
     text = f"""{HEADING}
 

@@ -71,10 +71,14 @@ def vocabulary(tiny: Path) -> dict[str, int]:
 
 def model_folder(output: Path, tiny: Path, quantized: bool, changes: dict[str, Any]) -> Path:
     """Write a folder with the configuration of the shape, the small model's tokenizer, and words.json (token ids)."""
-    folder = serve_9b.write_config(output / f"shape.{'nvfp4' if quantized else 'bf16'}", tiny, quantized, changes)
+    folder = serve_9b.write_config(
+        output / f"shape.{'nvfp4' if quantized else 'bf16'}", tiny, quantized, changes
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((tiny / name).read_bytes())
-    (folder / "words.json").write_text(json.dumps([i for t, i in vocabulary(tiny).items() if re.fullmatch(WORD, t)]))
+    (folder / "words.json").write_text(
+        json.dumps([i for t, i in vocabulary(tiny).items() if re.fullmatch(WORD, t)])
+    )
     return folder
 
 
@@ -105,15 +109,35 @@ class Server:
         }  # fmt: skip
         if not args.cpu:
             graphs = {"cudagraph_capture_sizes": list(GRAPHS)}
-            options |= {"kv_cache_memory_bytes": 8 << 30, "compilation_config": graphs, **serve_9b.GPU_OPTIONS}
+            options |= {
+                "kv_cache_memory_bytes": 8 << 30,
+                "compilation_config": graphs,
+                **serve_9b.GPU_OPTIONS,
+            }
             options |= {"linear_backend": "emulation"} if name == "w4a4" else {}
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
+        argv = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--no-enable-prefix-caching",
+        ]
         argv += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if args.cpu else [])]
         for option, value in options.items():
-            argv += ["--" + option.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)]
-        paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
-        settings = {"PYTHONPATH": paths, "SERVE_9B_FOLDER": str(folder), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        settings["ANNIE_QUANT_VLLM_KERNEL"] = settings["ANNIE_QUANT_VLLM_EXPERTS"] = "1" if name == "ours" else "0"
+            argv += [
+                "--" + option.replace("_", "-"),
+                json.dumps(value) if isinstance(value, dict) else str(value),
+            ]
+        paths = os.pathsep.join(
+            [str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")]
+        )
+        settings = {
+            "PYTHONPATH": paths,
+            "SERVE_9B_FOLDER": str(folder),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+        settings["ANNIE_QUANT_VLLM_KERNEL"] = settings["ANNIE_QUANT_VLLM_EXPERTS"] = (
+            "1" if name == "ours" else "0"
+        )
         with (output / f"log.{name}.txt").open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -147,7 +171,10 @@ def wait_for(servers: list[Server], until: float) -> dict[str, float]:
 
 
 def measure(
-    args: argparse.Namespace, load: tuple[str, str, int, dict[str, Any]], servers: list[Server], end: float
+    args: argparse.Namespace,
+    load: tuple[str, str, int, dict[str, Any]],
+    servers: list[Server],
+    end: float,
 ) -> None:
     name, workload, prompts, levels = load
     left = end - time.monotonic()
@@ -160,7 +187,10 @@ def measure(
             [bench.Backend(s.name, s.url) for s in servers], judge.load_workloads([str(args.output / f"{workload}.json")]),
             args.output / name, n=max(1, prompts // args.divide), runs=1, warmup=1, noise_share=0.0, budget_s=left, **levels,
         )  # fmt: skip
-        print(f"{name}: {result.requests} requests, {result.ended}, {time.monotonic() - begin:.1f} s", flush=True)
+        print(
+            f"{name}: {result.requests} requests, {result.ended}, {time.monotonic() - begin:.1f} s",
+            flush=True,
+        )
     except Exception as error:
         print(f"{name}: {type(error).__name__}: {error}"[:400], flush=True)
 
@@ -171,20 +201,33 @@ def coordinate(args: argparse.Namespace) -> None:
     output = args.output
     output.mkdir(parents=True, exist_ok=True)
     serve_9b.install_plugin(output / "plugin", "bench_9b:plugin")
-    words = [token[1:] for token in vocabulary(args.tiny) if token[0] == "Ġ" and re.fullmatch(WORD, token)]
+    words = [
+        token[1:]
+        for token in vocabulary(args.tiny)
+        if token[0] == "Ġ" and re.fullmatch(WORD, token)
+    ]
     write_workload(output / "decode.json", words, max(load[2] for load in LOADS), 120, 128)
-    write_workload(output / "prefill.json", words, max(load[2] for load in LOADS if load[1] == "prefill"), 2040, 2)
+    write_workload(
+        output / "prefill.json",
+        words,
+        max(load[2] for load in LOADS if load[1] == "prefill"),
+        2040,
+        2,
+    )
     changes = serve_9b.SHAPES[args.shape] | json.loads(args.changes)
     folders = {q: model_folder(output, args.tiny, q, changes) for q in (True, False)}
     servers = [
-        Server(name, folders[name != "bf16"], args.port + i, args) for i, name in enumerate(args.servers.split(","))
+        Server(name, folders[name != "bf16"], args.port + i, args)
+        for i, name in enumerate(args.servers.split(","))
     ]
     try:
         seconds = wait_for(servers, min(end, time.monotonic() + args.start_seconds))
         (output / "start.json").write_text(json.dumps(seconds))
         if args.ready:
             args.ready.touch()
-        while args.go and not args.go.exists() and time.monotonic() < end:  # others may still use the GPU
+        while (
+            args.go and not args.go.exists() and time.monotonic() < end
+        ):  # others may still use the GPU
             time.sleep(0.1)
         end = min(end, time.monotonic() + args.measure_seconds)
         ready = [s for s in servers if s.name in seconds]
@@ -203,18 +246,26 @@ def coordinate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--seconds", type=float, default=280)
-    parser.add_argument("--start-seconds", type=float, default=200, help="for the servers to become ready")
+    parser.add_argument(
+        "--start-seconds", type=float, default=200, help="for the servers to become ready"
+    )
     parser.add_argument("--measure-seconds", type=float, default=90, help="for all loads")
     parser.add_argument("--divide", type=int, default=1, help="this fraction of the prompts")
     parser.add_argument("--shape", choices=serve_9b.SHAPES, default="9b")
     parser.add_argument(
-        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+        "--changes",
+        default="{}",
+        help="JSON of fields of the configuration that differ from the shape",
     )
-    parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
+    parser.add_argument(
+        "--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie"
+    )
     parser.add_argument("--ready", type=Path, help="a file written when the servers are ready")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--hold", type=Path, help="keep the servers until this file appears")

@@ -55,7 +55,9 @@ print(json.dumps({"seconds": time.perf_counter() - start,
 def child(python: str, code: str, *argv: str) -> dict:
     """Run a script in a fresh process and return the JSON of its last line."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([python, "-c", code, *argv], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", code, *argv], env=env, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -73,7 +75,9 @@ def synced(work) -> dict:
 def codec_speed(megabytes: int = 256) -> float:
     """Return GB/s of bf16 that amax and pack together read from memory."""
     rng = np.random.default_rng(0)
-    w = (rng.standard_normal((megabytes << 19) // 4096 * 4096, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+    w = (rng.standard_normal((megabytes << 19) // 4096 * 4096, np.float32) * 0.02).astype(
+        ml_dtypes.bfloat16
+    )
     w = w.reshape(-1, 4096)
     out = nvfp4.pack(w)
     times = []
@@ -88,7 +92,9 @@ def show(name: str, rows: list[dict]) -> dict:
     best = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
     print(
         f"{name:>22}: "
-        + ", ".join(f"{k} {v / 1e6:,.0f} MB" if "bytes" in k else f"{k} {v:.2f} s" for k, v in best.items())
+        + ", ".join(
+            f"{k} {v / 1e6:,.0f} MB" if "bytes" in k else f"{k} {v:.2f} s" for k, v in best.items()
+        )
     )
     return best
 
@@ -105,7 +111,9 @@ def against_cp(work: Path, layers: int, runs: int) -> None:
     os.sync()
     copies, ours = [], []
     for _ in range(runs):
-        copies.append(synced(lambda: subprocess.run(["cp", "-r", source, work / "copy"], check=True) and None))
+        copies.append(
+            synced(lambda: subprocess.run(["cp", "-r", source, work / "copy"], check=True) and None)
+        )
         shutil.rmtree(work / "copy")
         os.sync()
         ours.append(synced(lambda: child(sys.executable, OURS, str(source), str(work / "ours"))))
@@ -116,7 +124,9 @@ def against_cp(work: Path, layers: int, runs: int) -> None:
     print(
         f"direct / cp: {direct['wall'] / cp['wall']:.2f} as they return, {direct['with_sync'] / cp['with_sync']:.2f} synced"
     )
-    print(f"direct: {size / direct['wall'] / 1e9:.2f} GB/s of source; the codec alone {codec_speed():.2f} GB/s")
+    print(
+        f"direct: {size / direct['wall'] / 1e9:.2f} GB/s of source; the codec alone {codec_speed():.2f} GB/s"
+    )
 
 
 def against_peer(work: Path, peer: str, workers: int) -> None:
@@ -130,11 +140,15 @@ def against_peer(work: Path, peer: str, workers: int) -> None:
             for _ in range(3)]  # fmt: skip
     theirs = child(peer, THEIRS, str(source), str(work / "theirs"), str(workers))
     ours.append(child(sys.executable, OURS, str(source), str(work / "ours")) | {"_": 0})
-    same_size = [sum(f.stat().st_size for f in (work / k).glob("*.safetensors")) for k in ("ours", "theirs")]
+    same_size = [
+        sum(f.stat().st_size for f in (work / k).glob("*.safetensors")) for k in ("ours", "theirs")
+    ]
     for name in ("ours", "theirs"):
         shutil.rmtree(work / name)
     seconds = statistics.median(r["seconds"] for r in ours)
-    print(f"\nsame {size / 1e9:.2f} GB, 4 layers; outputs {same_size[0] / 1e6:.0f} and {same_size[1] / 1e6:.0f} MB")
+    print(
+        f"\nsame {size / 1e9:.2f} GB, 4 layers; outputs {same_size[0] / 1e6:.0f} and {same_size[1] / 1e6:.0f} MB"
+    )
     print(f"direct {seconds:.2f} s (n=4), {ours[0]['peak_rss_bytes'] / 1e6:.0f} MB peak; "
           f"model_free_ptq NVFP4A16 {theirs['seconds']:.1f} s (n=1, {workers} workers), "
           f"{theirs['peak_rss_bytes'] / 1e6:.0f} MB peak: {theirs['seconds'] / seconds:.0f}x")  # fmt: skip
@@ -145,14 +159,18 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_checkpoint"))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--peer", help="Python of an environment with llmcompressor; only that comparison is made")
+    parser.add_argument(
+        "--peer", help="Python of an environment with llmcompressor; only that comparison is made"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="leave the synthetic checkpoint there")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    print(platform.processor() or platform.machine(), os.cpu_count(), "processors", platform.release())
-    against_peer(arguments.work, arguments.peer, arguments.workers) if arguments.peer else against_cp(
-        arguments.work, arguments.layers, arguments.runs
+    print(
+        platform.processor() or platform.machine(), os.cpu_count(), "processors", platform.release()
     )
+    against_peer(
+        arguments.work, arguments.peer, arguments.workers
+    ) if arguments.peer else against_cp(arguments.work, arguments.layers, arguments.runs)
     if not arguments.keep:
         shutil.rmtree(arguments.work)

@@ -57,9 +57,9 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     torch.set_num_threads(nvfp4.threads())
-    w = (np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.02)).astype(
-        ml_dtypes.bfloat16
-    )
+    w = (
+        np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.02)
+    ).astype(ml_dtypes.bfloat16)
     wt = torch.from_numpy(w.view(np.int16)).view(torch.bfloat16)
     scale = nvfp4.tensor_scale(nvfp4.amax(w))
     st = torch.tensor(scale)
@@ -70,16 +70,30 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
     ).all()
     modelopt_s = best(lambda: NVFP4QTensor.quantize(wt, 16, None, st), 5)
     whole = best(lambda: NVFP4QTensor.quantize(wt, 16), 5)
-    back = best(lambda: q.dequantize(torch.bfloat16, scale=s, double_scale=s2, block_sizes={-1: 16}), 5)
+    back = best(
+        lambda: q.dequantize(torch.bfloat16, scale=s, double_scale=s2, block_sizes={-1: 16}), 5
+    )
     out = nvfp4.unpack(t)
     moved = w.nbytes + t.nbytes
     rows = [
-        ("pack, tensor scale given", lambda: nvfp4.pack(w, tensor_scale=scale, out=t), modelopt_s, 250, moved),
+        (
+            "pack, tensor scale given",
+            lambda: nvfp4.pack(w, tensor_scale=scale, out=t),
+            modelopt_s,
+            250,
+            moved,
+        ),
         ("amax + pack", lambda: nvfp4.pack(w, out=t), whole, 180, moved + w.nbytes),
         ("pack, fresh output", lambda: nvfp4.pack(w, tensor_scale=scale), modelopt_s, None, moved),
         ("unpack to bfloat16", lambda: nvfp4.unpack(t, out=out), back, 100, moved),
         ("unpack, fresh output", lambda: nvfp4.unpack(t), back, None, moved),
-        ("full sweep, exact", lambda: nvfp4.pack(w, tensor_scale=scale, scale="sweep", out=t), modelopt_s, 25, moved),
+        (
+            "full sweep, exact",
+            lambda: nvfp4.pack(w, tensor_scale=scale, scale="sweep", out=t),
+            modelopt_s,
+            25,
+            moved,
+        ),
         (
             "four-over-six",
             lambda: nvfp4.pack(w, tensor_scale=scale, scale="four_over_six", out=t),
@@ -116,7 +130,9 @@ def kquant_lines(repeats: int) -> list[dict]:
         if library:
             theirs = np.empty_like(raw)
 
-            def llama(library: ctypes.CDLL = library, kind: str = kind, theirs: np.ndarray = theirs) -> None:
+            def llama(
+                library: ctypes.CDLL = library, kind: str = kind, theirs: np.ndarray = theirs
+            ) -> None:
                 library.ggml_quantize_chunk(
                     kquant.BLOCKS[kind].ggml_type, ctypes.c_void_p(w.ctypes.data), ctypes.c_void_p(theirs.ctypes.data),
                     ctypes.c_int64(0), ctypes.c_int64(w.shape[0]), ctypes.c_int64(w.shape[1]), None,
@@ -128,7 +144,14 @@ def kquant_lines(repeats: int) -> list[dict]:
             ours = best(lambda kind=kind: kquant.quantize(w, kind), repeats)
             nvfp4.set_threads(threads)
             lines.append(
-                line(f"{kind} encode, 1 thread", ours, "llama.cpp's quantizer, 1 thread", best(llama, 3), 3, w.nbytes)
+                line(
+                    f"{kind} encode, 1 thread",
+                    ours,
+                    "llama.cpp's quantizer, 1 thread",
+                    best(llama, 3),
+                    3,
+                    w.nbytes,
+                )
             )
         number = getattr(gguf.GGMLQuantizationType, kind)
         out = np.empty_like(w)
@@ -140,17 +163,25 @@ def kquant_lines(repeats: int) -> list[dict]:
 
 
 def scaling_line(size: int, repeats: int) -> dict:
-    w = np.random.default_rng(1).standard_normal((size, size), np.float32).astype(ml_dtypes.bfloat16)
+    w = (
+        np.random.default_rng(1)
+        .standard_normal((size, size), np.float32)
+        .astype(ml_dtypes.bfloat16)
+    )
     t = nvfp4.pack(w)
     threads, seconds = nvfp4.threads(), {}
     for count in (1, 2):
         nvfp4.set_threads(count)
-        seconds[count] = best(lambda: nvfp4.pack(w, tensor_scale=0.01, scale="sweep", out=t), repeats)
+        seconds[count] = best(
+            lambda: nvfp4.pack(w, tensor_scale=0.01, scale="sweep", out=t), repeats
+        )
     nvfp4.set_threads(threads)
     return line("sweep, 2 threads", seconds[2], "ours, 1 thread", seconds[1], 1.8, w.nbytes)
 
 
-def line(name: str, ours_s: float, peer: str, peer_s: float, target: float | None, size_bytes: int) -> dict:
+def line(
+    name: str, ours_s: float, peer: str, peer_s: float, target: float | None, size_bytes: int
+) -> dict:
     return {
         "what": name, "ours_ms": ours_s * 1e3, "peer": peer, "peer_ms": peer_s * 1e3, "ratio": peer_s / ours_s,
         "target": target, "gb_s": size_bytes / ours_s / 1e9,
@@ -159,7 +190,9 @@ def line(name: str, ours_s: float, peer: str, peer_s: float, target: float | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the bfloat16 weight")
+    parser.add_argument(
+        "--size", type=int, default=4096, help="rows and columns of the bfloat16 weight"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -186,7 +219,9 @@ def main() -> None:
         f"{platform.machine()}, variant {nvfp4.variant()}, {nvfp4.threads()} threads, "
         f"non-temporal stream {copy:.1f} GB/s, reading alone {read:.1f} GB/s"
     )
-    print(f"{'':26} {'ours':>9} {'peer':>10} {'ratio':>7} {'target':>7} {'GB/s':>6} {'share':>6}  peer")
+    print(
+        f"{'':26} {'ours':>9} {'peer':>10} {'ratio':>7} {'target':>7} {'GB/s':>6} {'share':>6}  peer"
+    )
     for row in lines:
         target = f"{row['target']:g}x" if row["target"] else ""
         print(

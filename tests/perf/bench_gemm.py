@@ -43,7 +43,11 @@ COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
 def cells_of(args: argparse.Namespace) -> list[tuple[int, int, list[int]]]:
     """Return (N, K, tokens) per weight: of `--cells` if it is given, otherwise of all pairs of `--shapes` and `--tokens`."""
     result: dict[tuple[int, int], list[int]] = {}
-    pairs = [f"{shape}:{m}" for shape in args.shapes.replace(",", " ").split() for m in args.tokens.split(",")]
+    pairs = [
+        f"{shape}:{m}"
+        for shape in args.shapes.replace(",", " ").split()
+        for m in args.tokens.split(",")
+    ]
     for cell in args.cells.replace(",", " ").split() or pairs:
         n, k, m = (int(v) for v in cell.replace("x", ":").split(":"))
         result.setdefault((n, k), []).append(m)
@@ -70,7 +74,9 @@ class Weights:
         self.scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
         self.ours = [gemm.Weight(self.codes, self.scales, 0.01) for _ in range(copies)]
         self.cold = max(2, -(-COLD_BYTES // (n * k * 2)))
-        self.bf16 = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(self.cold)]
+        self.bf16 = [
+            torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(self.cold)
+        ]
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
@@ -102,7 +108,11 @@ def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
         m_tiles = -(-m // tokens)
         every = -(-weight.n // 256) * m_tiles
         waves = -(-every // 132)
-        ways = {(1, 256, -(-every // waves), 0), (1, 256, 132, every % 132), (1, 256, 132, every % 132 + 132)}
+        ways = {
+            (1, 256, -(-every // waves), 0),
+            (1, 256, 132, every % 132),
+            (1, 256, 132, every % 132 + 132),
+        }
         # Shares of all tiles on fewer blocks, so that the parts of a tile are equal; and on all blocks.
         ways |= {(1, 256, blocks, every) for blocks in (132, 128, 120, 112, 96)}
         ways |= {(1, 256, 132 // every * every, every)} if every <= 66 else set()
@@ -115,12 +125,21 @@ def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
                 ways.add((2, 256 // halves, tiles * 2, tiles))
         for (split, rows, blocks, stream_k_tiles), permuted in itertools.product(ways, (0, 1)):
             halves = 2 if rows == 128 else 1
-            if stream_k_tiles > every * halves or 0 < stream_k_tiles * chunks < blocks or permuted < (tokens == 128):
+            if (
+                stream_k_tiles > every * halves
+                or 0 < stream_k_tiles * chunks < blocks
+                or permuted < (tokens == 128)
+            ):
                 continue
             reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
-            most = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // (18432 + tokens * 256 * halves))
+            most = min(
+                16,
+                (232448 - 9216 - reduce_bytes - 4096 * permuted) // (18432 + tokens * 256 * halves),
+            )
             for stages in {most, most - 2} - {0, 1}:
-                result.append(gemm.WgmmaPlan(tokens, rows, blocks, split, stages, stream_k_tiles, permuted))
+                result.append(
+                    gemm.WgmmaPlan(tokens, rows, blocks, split, stages, stream_k_tiles, permuted)
+                )
     return list(dict.fromkeys(result))
 
 
@@ -136,7 +155,9 @@ def peer(m: int, n: int, k: int, repeats: int) -> float:
         weights.append((torch.ops.aten._convert_weight_to_int4pack(raw, 8), scales))
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
     return timed(
-        rotated(weights, per_graph, lambda w: torch.ops.aten._weight_int4pack_mm(x, w[0], 128, w[1])),
+        rotated(
+            weights, per_graph, lambda w: torch.ops.aten._weight_int4pack_mm(x, w[0], 128, w[1])
+        ),
         repeats if m <= 256 else 5,
     )
 
@@ -146,15 +167,24 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--cells", default="", help="NxK:M,... instead of --shapes and --tokens")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no measurement after that time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no measurement after that time"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--explore", action="store_true", help="also time other plans")
-    parser.add_argument("--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)")
+    parser.add_argument(
+        "--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)"
+    )
     parser.add_argument("--output", default="")
-    parser.add_argument("--compare", default="", help="a table of earlier times, in microseconds without / with PDL")
+    parser.add_argument(
+        "--compare", default="", help="a table of earlier times, in microseconds without / with PDL"
+    )
     args = parser.parse_args()
     info = native().device_info(0)
-    print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}", flush=True)
+    print(
+        f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}",
+        flush=True,
+    )
     rows = [{"device": info, "ceilings": ceilings(args.repeats)}]
     print(json.dumps(rows[0]["ceilings"]), flush=True)
     args.end = time.monotonic() + args.seconds
@@ -212,9 +242,17 @@ def ceilings(repeats: int) -> dict[str, float]:
         at = range(0, (2 << 30) - size + 1, size)
 
         def read(a, size=size):
-            module.read(big.data_ptr() + a, size, sink.data_ptr(), 132, torch.cuda.current_stream().cuda_stream)
+            module.read(
+                big.data_ptr() + a,
+                size,
+                sink.data_ptr(),
+                132,
+                torch.cuda.current_stream().cuda_stream,
+            )
 
-        result[f"read {size / 1e6:.1f} MB, us"] = us = timed(rotated(list(at), max(20, len(at)), read), repeats)
+        result[f"read {size / 1e6:.1f} MB, us"] = us = timed(
+            rotated(list(at), max(20, len(at)), read), repeats
+        )
         result[f"read {size / 1e6:.1f} MB"] = size / us / 1e6
     return {key: round(value, 3) for key, value in result.items()}
 
@@ -237,7 +275,10 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
     per_graph = 20 if m * n * k < 1 << 36 else 4
     repeats = args.repeats if m * n * k < 1 << 36 else 10
     cublas = timed(
-        rotated(weights.bf16, max(per_graph, weights.cold), lambda w: torch.mm(xs[0], w.T, out=out)), repeats
+        rotated(
+            weights.bf16, max(per_graph, weights.cold), lambda w: torch.mm(xs[0], w.T, out=out)
+        ),
+        repeats,
     )
     rows = []
     other = None
@@ -252,14 +293,25 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
         if time.monotonic() > args.end:
             print(f"{n}x{k} M={m}: the time is over", flush=True)
             break
-        row = {"n": n, "k": k, "m": m, "plan": plan, "cublas_us": round(cublas, 2), "peer_us": other}
+        row = {
+            "n": n,
+            "k": k,
+            "m": m,
+            "plan": plan,
+            "cublas_us": round(cublas, 2),
+            "peer_us": other,
+        }
         try:
             out.fill_(float("nan"))
             gemm.w4a16(xs[0], first, out, plan=plan)
             row["error"] = difference(out, ref)
             size = first.workspace_bytes(m, plan)
             buffer = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-            for name, pdl, memory in (("", False, buffer), ("pdl_", True, buffer), ("own_", False, None)):
+            for name, pdl, memory in (
+                ("", False, buffer),
+                ("pdl_", True, buffer),
+                ("own_", False, None),
+            ):
                 if name == "own_" and not size:
                     continue
                 launches = rotated(
@@ -274,7 +326,9 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
         except Exception as error:
             row["failed"] = str(error)[:80]
         if m * n * k < 1 << 32:  # larger ones fill the queue of launches
-            row["launch_us"] = round(host_us(lambda plan=plan: gemm.w4a16(xs[0], first, out, plan=plan)), 2)
+            row["launch_us"] = round(
+                host_us(lambda plan=plan: gemm.w4a16(xs[0], first, out, plan=plan)), 2
+            )
         rows.append(row)
         good = row.get("error", 1) < 5e-3
         print(

@@ -30,36 +30,62 @@ COPIES = 4
 class InitParams(ctypes.Structure):
     """ggml_init_params."""
 
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
 
 
 def ggml() -> ctypes.CDLL:
     spec = importlib.util.find_spec("xllamacpp")
     assert spec is not None and spec.origin is not None
     library = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("xllamacpp*.so"))))
-    for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph", "ggml_get_data"):
+    for name in (
+        "ggml_init",
+        "ggml_new_tensor_2d",
+        "ggml_mul_mat",
+        "ggml_new_graph",
+        "ggml_get_data",
+    ):
         getattr(library, name).restype = ctypes.c_void_p
     library.ggml_nbytes.restype = ctypes.c_size_t
     library.ggml_init.argtypes = [InitParams]
     return library
 
 
-def llama_calls(library: ctypes.CDLL, kind: int, n: int, k: int, threads: int) -> tuple[list[Callable[[], Any]], int]:
+def llama_calls(
+    library: ctypes.CDLL, kind: int, n: int, k: int, threads: int
+) -> tuple[list[Callable[[], Any]], int]:
     """Return one call per copy of a random weight, and a weight's bytes."""
-    context = ctypes.c_void_p(library.ggml_init(InitParams(COPIES * n * k + (64 << 20), None, False)))
+    context = ctypes.c_void_p(
+        library.ggml_init(InitParams(COPIES * n * k + (64 << 20), None, False))
+    )
     random = np.random.default_rng(0)
     calls, size = [], 0
     for _ in range(COPIES):
-        weight = ctypes.c_void_p(library.ggml_new_tensor_2d(context, kind, ctypes.c_int64(k), ctypes.c_int64(n)))
-        x = ctypes.c_void_p(library.ggml_new_tensor_2d(context, GGML_F32, ctypes.c_int64(k), ctypes.c_int64(1)))
+        weight = ctypes.c_void_p(
+            library.ggml_new_tensor_2d(context, kind, ctypes.c_int64(k), ctypes.c_int64(n))
+        )
+        x = ctypes.c_void_p(
+            library.ggml_new_tensor_2d(context, GGML_F32, ctypes.c_int64(k), ctypes.c_int64(1))
+        )
         size = library.ggml_nbytes(weight)
-        values = np.frombuffer((ctypes.c_uint8 * size).from_address(library.ggml_get_data(weight)), np.uint8)
-        values[:] = random.integers(0x20, 0x50, size, dtype=np.uint8)  # finite scales in all three kinds of blocks
+        values = np.frombuffer(
+            (ctypes.c_uint8 * size).from_address(library.ggml_get_data(weight)), np.uint8
+        )
+        values[:] = random.integers(
+            0x20, 0x50, size, dtype=np.uint8
+        )  # finite scales in all three kinds of blocks
         ones = (ctypes.c_float * k).from_address(library.ggml_get_data(x))
         np.frombuffer(ones, np.float32)[:] = random.standard_normal(k, np.float32)
         graph = ctypes.c_void_p(library.ggml_new_graph(context))
-        library.ggml_build_forward_expand(graph, ctypes.c_void_p(library.ggml_mul_mat(context, weight, x)))
-        calls.append(lambda graph=graph: library.ggml_graph_compute_with_ctx(context, graph, threads))
+        library.ggml_build_forward_expand(
+            graph, ctypes.c_void_p(library.ggml_mul_mat(context, weight, x))
+        )
+        calls.append(
+            lambda graph=graph: library.ggml_graph_compute_with_ctx(context, graph, threads)
+        )
     return calls, size
 
 
@@ -69,15 +95,19 @@ def our_calls(n: int, k: int) -> list[Callable[[], Any]]:
     calls = []
     for _ in range(COPIES):
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(0x20, 0x50, (n, k // 16), dtype=torch.uint8, generator=generator).view(
-            torch.float8_e4m3fn
+        scales = torch.randint(
+            0x20, 0x50, (n, k // 16), dtype=torch.uint8, generator=generator
+        ).view(torch.float8_e4m3fn)
+        calls.append(
+            lambda c=codes, s=scales: codec.packed_matmul(x, c, s, 0.01, 16, divides=False)
         )
-        calls.append(lambda c=codes, s=scales: codec.packed_matmul(x, c, s, 0.01, 16, divides=False))
     return calls
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
@@ -97,7 +127,10 @@ def main() -> None:
                 best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))
         assert size == n * k * 9 // 16
         line = ", ".join(f"{name} {ms:.2f} ms" for name, ms in best.items())
-        print(f"{n}x{k}, {size / 1e6:.1f} MB (Q4_K {other / 1e6:.1f}), {args.threads} threads: {line}", flush=True)
+        print(
+            f"{n}x{k}, {size / 1e6:.1f} MB (Q4_K {other / 1e6:.1f}), {args.threads} threads: {line}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

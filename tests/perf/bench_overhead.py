@@ -60,7 +60,9 @@ def measure_cpu() -> None:
 
     url, pipe, child = started(TOKENS, GAP_S)
     gates = ["non_empty", "no_markdown"]
-    workload = build_workload({"name": "w", "max_tokens": TOKENS, "gates": gates, "cases": cases_of(ROUNDS * STREAMS)})
+    workload = build_workload(
+        {"name": "w", "max_tokens": TOKENS, "gates": gates, "cases": cases_of(ROUNDS * STREAMS)}
+    )
     warm = build_workload({"name": "warm", "max_tokens": 9, "gates": [], "cases": cases_of(1)})
     stamps: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +116,8 @@ def measure_memory() -> None:
 
 if __name__ == "__main__":
     kinds = {"cpu": measure_cpu, "memory": measure_memory}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", nargs="?", choices=kinds, default="cpu")
     kinds[parser.parse_args().kind]()

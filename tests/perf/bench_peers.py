@@ -35,7 +35,10 @@ SNAPSHOT = "0" * 39 + "1"
 
 
 def prompts(count: int) -> list[str]:
-    return [f"Question {i}: what is the capital of Japan and why is it so well known?" for i in range(count)]
+    return [
+        f"Question {i}: what is the capital of Japan and why is it so well known?"
+        for i in range(count)
+    ]
 
 
 def offline_hub(folder: Path) -> Path:
@@ -64,16 +67,21 @@ class Client:
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, tool: str) -> Path:
-        return {"annie-quant": self.ours, "GuideLLM": self.guidellm, "AIPerf": self.aiperf, "vllm bench": self.vllm}[
-            tool
-        ]()
+        return {
+            "annie-quant": self.ours,
+            "GuideLLM": self.guidellm,
+            "AIPerf": self.aiperf,
+            "vllm bench": self.vllm,
+        }[tool]()
 
     def ours(self) -> Path:
         cases = [
             {"id": str(i), "messages": [{"role": "user", "content": t}]}
             for i, t in enumerate(prompts(self.options.requests))
         ]
-        workload = build_workload({"name": "peers", "max_tokens": TOKENS, "gates": ["non_empty"], "cases": cases})
+        workload = build_workload(
+            {"name": "peers", "max_tokens": TOKENS, "gates": ["non_empty"], "cases": cases}
+        )
         bench.run(
             [bench.Backend("scheduled", self.url)], [workload], self.folder / "ours", runs=1, warmup=2, noise_share=0.0,
             with_memory=False,
@@ -116,7 +124,13 @@ class Client:
         environment.pop("PYTHONPATH", None)
         with (self.folder / "log.txt").open("a") as log:
             subprocess.run(
-                list(map(str, words)), check=True, stdout=log, stderr=log, timeout=400, env=environment, cwd=self.folder
+                list(map(str, words)),
+                check=True,
+                stdout=log,
+                stderr=log,
+                timeout=400,
+                env=environment,
+                cwd=self.folder,
             )
 
 
@@ -124,11 +138,17 @@ def served(log: Path, skip: int, count: int) -> dict[str, float]:
     """The server's own medians over the last `count` streams of a client."""
     rows = [json.loads(line) for line in log.read_text().splitlines()[skip:]]
     rows = [row for row in rows if row["stream"] and len(row["stamps"]) == TOKENS][-count:]
-    gaps = [1e3 * (b - a) for row in rows for a, b in zip(row["stamps"], row["stamps"][1:], strict=False)]
+    gaps = [
+        1e3 * (b - a)
+        for row in rows
+        for a, b in zip(row["stamps"], row["stamps"][1:], strict=False)
+    ]
     return {
         "ttft_ms": statistics.median(1e3 * (row["stamps"][0] - row["received"]) for row in rows),
         "itl_ms": statistics.median(gaps),
-        "tpot_ms": statistics.median(1e3 * (row["stamps"][-1] - row["stamps"][0]) / (TOKENS - 1) for row in rows),
+        "tpot_ms": statistics.median(
+            1e3 * (row["stamps"][-1] - row["stamps"][0]) / (TOKENS - 1) for row in rows
+        ),
         "n": len(rows),
     }
 
@@ -157,7 +177,9 @@ def measure(options, role: str, round_: int) -> list[dict]:
             load, start = os.getloadavg()[0], time.monotonic()
             report = client.run(tool)
             (row,) = read(report)
-            figures = {name: getattr(row, name) for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")}
+            figures = {
+                name: getattr(row, name) for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+            }
             if tool == "annie-quant":
                 own = [r for r in read_records(report / "records.jsonl") if not r.warmup]
                 figures["first_event_ms"] = statistics.median(
@@ -177,7 +199,11 @@ def table(rows: list[dict]) -> str:
     """One row per tool and place of the role event: median of the rounds with the smallest and largest, less the server's own."""
 
     def cell(some: list[dict], name: str, less: str | None = None) -> str:
-        values = [row[name] - (row["server"][less] if less else 0.0) for row in some if row.get(name) is not None]
+        values = [
+            row[name] - (row["server"][less] if less else 0.0)
+            for row in some
+            if row.get(name) is not None
+        ]
         if not values:
             return "–"
         sign = "+" if less else ""
@@ -194,7 +220,11 @@ def table(rows: list[dict]) -> str:
                 cells = [cell(some, "ttft_ms", "ttft_ms"), cell(some, "itl_ms") if tool != "GuideLLM" else "–",
                          cell(some, "tpot_ms", "tpot_ms"), cell(some, "e2e_ms")]  # fmt: skip
                 lines.append(f"| {role} | {tool} | {' | '.join(cells)} |")
-    early = [row["first_event_ms"] for row in rows if row["role"] == "early" and row["tool"] == "annie-quant"]
+    early = [
+        row["first_event_ms"]
+        for row in rows
+        if row["role"] == "early" and row["tool"] == "annie-quant"
+    ]
     if early:
         lines.append(
             f"\nFirst event of the raw stream (role, early), by annie-quant: {statistics.median(early):.2f} ms."

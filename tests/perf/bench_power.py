@@ -30,15 +30,32 @@ def comparisons(seed: int, shift: float) -> list[Comparison]:
     rows = []
     for workload in WORKLOADS:
         for case in range(PROMPTS):
-            own, tokens, pace = rng.lognormal(4.5, 0.3), int(rng.integers(10, 60)), rng.normal(28, 1)
+            own, tokens, pace = (
+                rng.lognormal(4.5, 0.3),
+                int(rng.integers(10, 60)),
+                rng.normal(28, 1),
+            )
             rows += [
-                record(rng, side, workload, case, repeat, own * (1 + shift * (side == "b")), pace, tokens)
+                record(
+                    rng,
+                    side,
+                    workload,
+                    case,
+                    repeat,
+                    own * (1 + shift * (side == "b")),
+                    pace,
+                    tokens,
+                )
                 for side in "ab"
                 for repeat in range(REPEATS)
             ]
     sides = {
         name: Identity(
-            name=name, model=name, runtime="llama.cpp", chat_template_sha256="one", meta={"source": "one model"}
+            name=name,
+            model=name,
+            runtime="llama.cpp",
+            chat_template_sha256="one",
+            meta={"source": "one model"},
         )
         for name in "ab"
     }
@@ -68,14 +85,18 @@ def record(
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     runs = [comparisons(seed, 0.0) for seed in range(100)]
     alarms = sum(any(row.significant for row in rows) for rows in runs)
     print(f"A/A: {alarms} of 100 runs show any difference over {len(runs[0])} comparisons")
     for shift in (0.02, 0.05):
         runs = [comparisons(1000 + seed, shift) for seed in range(40)]
         ttft = [[row for row in rows if row.metric == "ttft_content_ms"] for rows in runs]
-        pooled = sum(any(row.significant and row.workload == "all" for row in rows) for rows in ttft)
+        pooled = sum(
+            any(row.significant and row.workload == "all" for row in rows) for rows in ttft
+        )
         alone = sum(row.significant for rows in ttft for row in rows if row.workload != "all")
         print(
             f"planted {shift:.0%}: detected over all {3 * PROMPTS} prompts in {pooled} of 40 runs, in a workload of "

@@ -23,7 +23,9 @@ REPEATS = 5
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     with tempfile.TemporaryDirectory() as place:
         run = report_fixture.make_run(Path(place) / "run", n=209)
         requests = sum(1 for _ in (run / "records.jsonl").open())
@@ -39,14 +41,18 @@ def main() -> None:
             for _ in range(REPEATS):
                 seconds = await tab.open(page.as_uri())
                 start = time.monotonic()
-                await tab.evaluate("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
+                await tab.evaluate(
+                    "new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))"
+                )
                 result.append((seconds, time.monotonic() - start))
             return result
 
         opened = chromium.browse(visit) if chromium.find() else []
         print(f"| requests | {requests} |\n|---|---|")
         print(f"| report.html | {page.stat().st_size / 1e6:.2f} MB |")
-        print(f"| build, median of {REPEATS} (first) | {statistics.median(built):.2f} s ({built[0]:.2f} s) |")
+        print(
+            f"| build, median of {REPEATS} (first) | {statistics.median(built):.2f} s ({built[0]:.2f} s) |"
+        )
         if opened:
             loaded = [o[0] for o in opened]
             print(

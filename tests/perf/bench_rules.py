@@ -100,11 +100,18 @@ def simulate_noise(runs):
             if phi:  # both sides are measured in turns on one machine
                 order = rng.permutation([*np.repeat(np.arange(prompts), repeats), *range(again)])
                 common = order, correlated(rng, len(order), sigma, phi)
-            sides = {name: records_of(name, rng, prompts, repeats, sigma, again=again, common=common) for name in "ab"}
-            floors = {name: stability.noise_floors(rows, {"w": rows}, run) for name, rows in sides.items()}
+            sides = {
+                name: records_of(name, rng, prompts, repeats, sigma, again=again, common=common)
+                for name in "ab"
+            }
+            floors = {
+                name: stability.noise_floors(rows, {"w": rows}, run) for name, rows in sides.items()
+            }
             a, b = (stability.measured_values(rows, "tpot_ms") for rows in sides.values())
             result = compare(a, b)
-            row = Comparison(a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts)
+            row = Comparison(
+                a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts
+            )
             stability.set_noise([row], floors)
             covered += row.noise is not None
             exceeded += row.noise is not None and abs(result.median_difference) > row.noise
@@ -114,7 +121,9 @@ def simulate_noise(runs):
 
 
 def simulate_drift(runs):
-    print("drift: share of runs with a finding (false alarms where nothing is planted; target ≤ 5 %)")
+    print(
+        "drift: share of runs with a finding (false alarms where nothing is planted; target ≤ 5 %)"
+    )
     step = lambda size, at: lambda i, n: size if i >= at * n else 1.0  # noqa: E731
     slope = lambda size: lambda i, n: 1 + (size - 1) * i / n  # noqa: E731
     for name, prompts, repeats, sigma, phi, factor in (
@@ -144,11 +153,15 @@ def simulate_drift(runs):
             hits += bool(steps)
             at += [row.after_s / (prompts * repeats) for row in steps[:1]]
         where = f", at {np.median(at):.2f} of the run" if factor and at else ""
-        print(f"  {name}, {prompts} x {repeats}, sigma {sigma}, phi {phi}: {rate(hits, runs)}{where}")
+        print(
+            f"  {name}, {prompts} x {repeats}, sigma {sigma}, phi {phi}: {rate(hits, runs)}{where}"
+        )
 
 
 def simulate_depth(runs):
-    print("depth: share of runs with a finding (nothing planted, a constant difference, 5 % only at depth)")
+    print(
+        "depth: share of runs with a finding (nothing planted, a constant difference, 5 % only at depth)"
+    )
     for name, at_zero, at_depth, prompts, sigma in (
         ("nothing", 1.0, 1.0, 8, 0.03),
         ("5 % slower everywhere", 1.05, 1.05, 8, 0.03),
@@ -173,25 +186,41 @@ def simulate_depth(runs):
 
 def simulate_machine(runs):
     print("machine: two hours, a sample every 2 s; marked while quiet; 15 % slower for 20 s found")
-    for sigma, phi, bursts in ((0.01, 0.0, 0.0), (0.02, 0.0, 0.02), (0.02, 0.6, 0.02), (0.03, 0.3, 0.02)):
+    for sigma, phi, bursts in (
+        (0.01, 0.0, 0.0),
+        (0.02, 0.0, 0.02),
+        (0.02, 0.6, 0.02),
+        (0.03, 0.3, 0.02),
+    ):
         marked = found = 0
         for run in range(runs):
             rng = np.random.default_rng([run, 7])
             values = np.exp(correlated(rng, 3600, sigma, phi))
             values[rng.random(3600) < bursts] *= 1.5
-            samples = [machine.Sample(time_unix_s=2.0 * i, probe="p", probe_ms=float(v)) for i, v in enumerate(values)]
+            samples = [
+                machine.Sample(time_unix_s=2.0 * i, probe="p", probe_ms=float(v))
+                for i, v in enumerate(values)
+            ]
             marked += bool(machine.unsteady(samples))
             at = int(rng.integers(50, 3500))
             for sample in samples[at : at + 10]:
                 sample.probe_ms *= 1.15
             spans = machine.unsteady(samples)
             found += any(s.start_unix_s <= 2 * at + 18 and s.end_unix_s >= 2 * at for s in spans)
-        print(f"  sigma {sigma}, AR(1) {phi}, bursts {bursts:.0%}: {rate(marked, runs)}; {rate(found, runs)}")
+        print(
+            f"  sigma {sigma}, AR(1) {phi}, bursts {bursts:.0%}: {rate(marked, runs)}; {rate(found, runs)}"
+        )
 
 
 def simulate_cliff(runs):
     print("cliff: nine levels; shown, and the step in the interval where it is shown")
-    for before, after, prompts in ((0.8, 0.8, 12), (1.0, 0.0, 8), (0.9, 0.5, 12), (0.9, 0.5, 25), (0.9, 0.75, 25)):
+    for before, after, prompts in (
+        (0.8, 0.8, 12),
+        (1.0, 0.0, 8),
+        (0.9, 0.5, 12),
+        (0.9, 0.5, 25),
+        (0.9, 0.75, 25),
+    ):
         shown = held = 0
         for run in range(runs):
             rng = np.random.default_rng([run, 8])
@@ -204,7 +233,9 @@ def simulate_cliff(runs):
             cliff = cliffs.measured_ladders(rows)[0].ladder.cliff
             shown += cliff is not None
             held += cliff is not None and cliff.earliest <= at <= cliff.latest
-        print(f"  {before:.0%} to {after:.0%}, {prompts} prompts: {rate(shown, runs)}; {held} of {shown}")
+        print(
+            f"  {before:.0%} to {after:.0%}, {prompts} prompts: {rate(shown, runs)}; {held} of {shown}"
+        )
 
 
 SIMULATIONS = {

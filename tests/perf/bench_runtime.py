@@ -81,12 +81,18 @@ def linear() -> None:
     ours = median_ms(rotated(lambda i: layers[i](x)))
     theirs = median_ms(rotated(modelopt), 5)
     ratio = dense[0].nbytes / (layers[0].codes.nbytes + layers[0].block_scale.nbytes + 8)
-    print(f"M = 1, {ROWS}x{COLUMNS}: bf16 {bf16:.2f} ms, packed {ours:.2f} ms ({bf16 / ours:.2f}x its speed,")
-    print(f"  {ratio:.2f}x less memory), ModelOpt's dequantize + matmul {theirs:.0f} ms ({theirs / ours:.0f}x ours)")
+    print(
+        f"M = 1, {ROWS}x{COLUMNS}: bf16 {bf16:.2f} ms, packed {ours:.2f} ms ({bf16 / ours:.2f}x its speed,"
+    )
+    print(
+        f"  {ratio:.2f}x less memory), ModelOpt's dequantize + matmul {theirs:.0f} ms ({theirs / ours:.0f}x ours)"
+    )
     for rows in (2, 4, 8, 16):
         x = torch.randn(rows, COLUMNS, dtype=torch.bfloat16)
         bf16 = median_ms(rotated(lambda i, x=x: torch.nn.functional.linear(x, dense[i])))
-        print(f"M = {rows}: bf16 {bf16:.2f} ms, packed {median_ms(rotated(lambda i, x=x: layers[i](x))):.2f} ms")
+        print(
+            f"M = {rows}: bf16 {bf16:.2f} ms, packed {median_ms(rotated(lambda i, x=x: layers[i](x))):.2f} ms"
+        )
 
 
 def load(folder: str = "") -> None:
@@ -114,7 +120,12 @@ def load(folder: str = "") -> None:
             return runtime.load(files[0].parent)
 
         def load_and_touch() -> None:
-            touch([p.data.contiguous().view(-1).view(torch.uint8).numpy() for p in loaded().parameters()])
+            touch(
+                [
+                    p.data.contiguous().view(-1).view(torch.uint8).numpy()
+                    for p in loaded().parameters()
+                ]
+            )
 
         times = {f.__name__: median_ms(f, 7) / 1e3 for f in (read, mapped, loaded, load_and_touch)}
     print(f"{size / 1e9:.2f} GB: {({k: round(v, 3) for k, v in times.items()})} s;"
@@ -137,7 +148,11 @@ def wide_checkpoint(folder: Path) -> Path:
     )  # fmt: skip
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
-    packed = {part for names in SERVED_AS_ONE for part in names} | {"o_proj", "out_proj", "down_proj"}
+    packed = {part for names in SERVED_AS_ONE for part in names} | {
+        "o_proj",
+        "out_proj",
+        "down_proj",
+    }
     shards: list[dict] = [{}, {}]
     for name, value in model.state_dict().items():
         shard = shards[len(shards[0]) > 200]
@@ -146,15 +161,26 @@ def wide_checkpoint(folder: Path) -> Path:
             continue
         n, k = value.shape
         shard[name] = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-        shard[name + "_scale"] = torch.randint(48, 72, (n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        shard[name + "_scale"] = torch.randint(48, 72, (n, k // 16), dtype=torch.uint8).view(
+            torch.float8_e4m3fn
+        )
         shard[name + "_scale_2"] = torch.tensor(0.01)
         shard[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.01)
     files = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {key: f for f, s in zip(files, shards, strict=True) for key in s}}
+    index = {
+        "metadata": {},
+        "weight_map": {key: f for f, s in zip(files, shards, strict=True) for key in s},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    stored = sorted({n.rpartition(".")[0] for n, m in model.named_modules() if n.endswith(("in_proj_a", "in_proj_b"))})
+    stored = sorted(
+        {
+            n.rpartition(".")[0]
+            for n, m in model.named_modules()
+            if n.endswith(("in_proj_a", "in_proj_b"))
+        }
+    )
     exclude = ["lm_head", *(f"{part}.in_proj_{x}" for part in stored for x in "ab"), "*conv1d*"]
     written = config.to_dict() | {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -180,10 +206,14 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
-        settings = EvaluationJob(checkpoint=Path(folder), reference=Path(reference), cache=Path(cache))
+        settings = EvaluationJob(
+            checkpoint=Path(folder), reference=Path(reference), cache=Path(cache)
+        )
         known = Reference(settings, template, "float32", "cpu")
         answered = known.answer(
-            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4))
+            judge.sample(
+                [w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)
+            )
         )[:n]
     for numerics in chosen or ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
@@ -194,7 +224,8 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
         start = time.perf_counter()
         rows = [Row(r.prompt, template.target(c)) for r, c in answered]
         differences = {
-            i: first_difference(x.argmax(-1), rows[i].target, template.end_tokens) for i, x in engine.scores(rows)
+            i: first_difference(x.argmax(-1), rows[i].target, template.end_tokens)
+            for i, x in engine.scores(rows)
         }
         outcomes = answer_from_differences(engine, template, answered, differences)
         by_verification = time.perf_counter() - start
@@ -253,7 +284,9 @@ def gpu_bits() -> None:
 
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x = torch.randn(512, 4096) * 10.0 ** torch.randint(-7, 2, (512, 256)).repeat_interleave(16, 1)
+        x = torch.randn(512, 4096) * 10.0 ** torch.randint(-7, 2, (512, 256)).repeat_interleave(
+            16, 1
+        )
         x[0, 0], x[3, 77] = float("nan"), 0.0
         x = x.to(dtype)
         for scale in (0.00123, 2.0**-10, 3.1e-6, 1.0):
@@ -358,12 +391,17 @@ def gpu_speed() -> None:
     from annie_quant.offline.linears import nvfp4_linears
 
     shapes = [
-        s for i in range(32) for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])
+        s
+        for i in range(32)
+        for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])
     ]
     times = {}
     for kind in ("bf16", "w4a16", "w4a4"):
         if kind == "bf16":
-            layers = [torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16) for n, k in shapes]
+            layers = [
+                torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+                for n, k in shapes
+            ]
         else:
             layers = [random_linear(n, k, "cuda", i) for i, (n, k) in enumerate(shapes)]
             for layer in layers:
@@ -379,7 +417,12 @@ def gpu_speed() -> None:
         del layers
         torch.cuda.empty_cache()
     ratios = {k: round(times["bf16"] / v, 2) for k, v in times.items()}
-    print("linears of a 9B-shaped model, one token, ms:", {k: round(v, 3) for k, v in times.items()}, "speed:", ratios)
+    print(
+        "linears of a 9B-shaped model, one token, ms:",
+        {k: round(v, 3) for k, v in times.items()},
+        "speed:",
+        ratios,
+    )
     config = Qwen3_5TextConfig(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
         num_key_value_heads=4, head_dim=256, linear_key_head_dim=128, linear_value_head_dim=128,
@@ -400,7 +443,11 @@ def gpu_speed() -> None:
         return 48 / (time.perf_counter() - start)
 
     before = tokens_per_second()
-    expected = {part for names in SERVED_AS_ONE for part in names} | {"o_proj", "out_proj", "down_proj"}
+    expected = {part for names in SERVED_AS_ONE for part in names} | {
+        "o_proj",
+        "out_proj",
+        "down_proj",
+    }
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] in expected:
             new = random_linear(module.out_features, module.in_features, "cuda")
@@ -432,7 +479,9 @@ def graph_ms(run) -> float:
 
 if __name__ == "__main__":
     kinds = {"linear": linear, "load": load, "verify": verify, "gpu": gpu}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", nargs="?", choices=kinds, default="linear")
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()

@@ -48,7 +48,11 @@ NO_TLS = (FLOOR, "openai")  # openai uses only the system's certificate authorit
 def build(folder: Path, name: str, *more: str) -> Path:
     program = folder / "-".join((name, *more))
     source = HERE / f"bench_stream_{name}.c"
-    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(program), *more], check=True, capture_output=True)
+    subprocess.run(
+        ["gcc", "-std=c11", "-O2", str(source), "-o", str(program), *more],
+        check=True,
+        capture_output=True,
+    )
     return program
 
 
@@ -57,7 +61,18 @@ def server_command(folder: Path, tls: bool) -> list[str]:
     if not tls:
         return [str(build(folder, "server")), cpu]
     pem = folder / "both.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", pem]
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        pem,
+    ]
     certificate = subprocess.run(make, check=True, capture_output=True, text=True).stdout
     pem.write_text(pem.read_text() + certificate)
     return [str(build(folder, "server", "-DWITH_TLS", "-lssl", "-lcrypto")), cpu, str(pem)]
@@ -68,9 +83,25 @@ def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], flo
     query = f"streams={streams}&events={events}&gap_us={gap_us}&stagger={stagger}&tokens={tokens}&split={split}"
     url = f"{base}/v1/chat/completions?{query}"
     name = "ours" if client == AGAIN else client
-    command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), name, url, str(streams), "0"]
+    command = [
+        *realtime,
+        sys.executable,
+        str(HERE / "bench_stream_clients.py"),
+        name,
+        url,
+        str(streams),
+        "0",
+    ]
     if client == FLOOR:
-        command = [*realtime, str(floor), base.rpartition(":")[2], str(streams), str(events), query, "0"]
+        command = [
+            *realtime,
+            str(floor),
+            base.rpartition(":")[2],
+            str(streams),
+            str(events),
+            query,
+            "0",
+        ]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if done.returncode:
@@ -97,7 +128,9 @@ def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], flo
 
 def order_of(name: str, have: list[str], repeats: int, rng: random.Random) -> list[str]:
     """Return the clients in blocks of random order, forward and backward (ABBA)."""
-    left_out = ("pycurl", "httpx", "openai") if name == LONG else NO_TLS if name.startswith("TLS") else ()
+    left_out = (
+        ("pycurl", "httpx", "openai") if name == LONG else NO_TLS if name.startswith("TLS") else ()
+    )
     clients = [c for c in have if c not in left_out]
     repeats = min(repeats, 2) if name == LONG else repeats
     order = []
@@ -115,7 +148,10 @@ def table(name: str, runs: list[dict]) -> list[dict]:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     both = [(f"{c}, kernel stamp", c, "kernel_us") for c in (*OURS, FLOOR)]
-    for label, client, column in [*both, *((c, c, "user_us") for c in (*OURS, FLOOR, *CLIENTS[1:]))]:
+    for label, client, column in [
+        *both,
+        *((c, c, "user_us") for c in (*OURS, FLOOR, *CLIENTS[1:])),
+    ]:
         mine = [r for r in runs if r["client"] == client]
         if not mine:
             continue
@@ -141,15 +177,23 @@ def table(name: str, runs: list[dict]) -> list[dict]:
     if name.startswith("1 stream"):
         first = np.concatenate([r["kernel_first_us"] for r in ours])
         sent = np.concatenate([r["sent_us"] for r in ours])
-        print(f"\nTTFT bias of ours, kernel stamp: first event p50 {np.median(first):.1f} µs late; from the start of a")
-        print(f"request on a new connection to the server having read it p50 {np.median(sent):.0f} µs (n {len(sent)}).")
+        print(
+            f"\nTTFT bias of ours, kernel stamp: first event p50 {np.median(first):.1f} µs late; from the start of a"
+        )
+        print(
+            f"request on a new connection to the server having read it p50 {np.median(sent):.0f} µs (n {len(sent)})."
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--clients", default="", help=f"these alone, split by ';': {'; '.join((*CLIENTS, NORMAL))}")
+    parser.add_argument(
+        "--clients", default="", help=f"these alone, split by ';': {'; '.join((*CLIENTS, NORMAL))}"
+    )
     parser.add_argument("--realtime", action="store_true")
     parser.add_argument("--only", default="", help="the loads whose name begins so")
     parser.add_argument("--output", type=Path)
@@ -167,7 +211,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         floor = build(Path(folder), "floor")
         for tls in (False, True):
-            loads = {n: load for n, load in LOADS.items() if n.startswith(chosen.only) and n.startswith("TLS") == tls}
+            loads = {
+                n: load
+                for n, load in LOADS.items()
+                if n.startswith(chosen.only) and n.startswith("TLS") == tls
+            }
             if not loads:
                 continue
             command = [*realtime, *server_command(Path(folder), tls)]
@@ -176,7 +224,9 @@ def main() -> None:
                 base = f"{'https' if tls else 'http'}://127.0.0.1:{int(server.stdout.readline())}"
                 for name, load in loads.items():
                     order = order_of(name, have, chosen.repeats, rng)
-                    rows += table(name, [once(client, load, base, realtime, floor) for client in order])
+                    rows += table(
+                        name, [once(client, load, base, realtime, floor) for client in order]
+                    )
             finally:
                 server.kill()
     if chosen.output:

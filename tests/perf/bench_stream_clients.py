@@ -29,7 +29,9 @@ def ours(url: str, streams: int, realtime: bool) -> tuple[list[Events], dict]:
 
     request = aq.stream.Request(url, json=BODY)
     began = usage()
-    timings = aq.stream.run([request] * streams, concurrency=streams, realtime=realtime, verify_tls=False)
+    timings = aq.stream.run(
+        [request] * streams, concurrency=streams, realtime=realtime, verify_tls=False
+    )
     spent, peak_mb = usage() - began, rss_mb()
     rows = timings.events
     user: list[Events] = [[] for _ in range(streams)]
@@ -103,7 +105,9 @@ def aiohttp_(url: str, streams: int) -> list[Events]:
 
     async def every() -> list[Events]:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=300)
+        ) as session:
             return list(await asyncio.gather(*(one(session) for _ in range(streams))))
 
     return asyncio.run(every())
@@ -143,11 +147,15 @@ def openai_(url: str, streams: int) -> list[Events]:
         async for part in answer:
             now = time.monotonic_ns()
             if part.choices:
-                events.append((now, b'"content":"%b"' % (part.choices[0].delta.content or "").encode()))
+                events.append(
+                    (now, b'"content":"%b"' % (part.choices[0].delta.content or "").encode())
+                )
         return events
 
     async def every() -> list[Events]:
-        client = openai.AsyncOpenAI(base_url=base, api_key="none", default_query=options, max_retries=0, timeout=300)
+        client = openai.AsyncOpenAI(
+            base_url=base, api_key="none", default_query=options, max_retries=0, timeout=300
+        )
         return list(await asyncio.gather(*(one(client) for _ in range(streams))))
 
     return asyncio.run(every())
@@ -183,7 +191,9 @@ def arrivals(events: Events) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="a client: ours, ours-plain or one of PEERS")
     parser.add_argument("url")
     parser.add_argument("streams", type=int)
@@ -191,7 +201,9 @@ def main() -> None:
     options = parser.parse_args()
     name, url, streams = options.name, options.url, options.streams
     os.sched_setaffinity(0, {options.cpu})
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     began = usage()
     if name.startswith("ours"):
         events, more = ours(url, streams, realtime=name == "ours")

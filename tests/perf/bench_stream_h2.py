@@ -31,7 +31,9 @@ ANSWER = b"\x88\x0f\x10" + bytes([17]) + b"text/event-stream"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    )
 
 
 def requests_of(connection: ssl.SSLSocket, count: int) -> list[int]:
@@ -69,7 +71,10 @@ def serve(pem: str, streams: int) -> None:
                 for k in range(EVENTS):
                     time.sleep(max(0, start + k * GAP_NS - time.monotonic_ns()) / 1e9)
                     for stream in requests:
-                        event = b'data: {"choices":[{"delta":{"content":"%019d "}}]}\n\n' % time.monotonic_ns()
+                        event = (
+                            b'data: {"choices":[{"delta":{"content":"%019d "}}]}\n\n'
+                            % time.monotonic_ns()
+                        )
                         connection.sendall(frame(DATA, 0, stream, event))
                 for stream in requests:
                     connection.sendall(frame(DATA, END_STREAM, stream, b"data: [DONE]\n\n"))
@@ -94,17 +99,25 @@ def client(name: str, url: str, streams: int) -> None:
         spent, rows = clients.usage() - began, timings.events
         which = np.flatnonzero(rows["kind"] == 1).tolist()
         user = clients.lags([(int(rows["user_ns"][i]), timings.raw(i)) for i in which])
-        kernel = clients.lags([(int(rows["kernel_ns"][i]), timings.raw(i)) for i in which if rows["kernel_ns"][i]])
+        kernel = clients.lags(
+            [(int(rows["kernel_ns"][i]), timings.raw(i)) for i in which if rows["kernel_ns"][i]]
+        )
     print(json.dumps({"user": user, "kernel": kernel, "cpu_us": spent * 1e6 / max(1, len(user))}))
 
 
 def row(label: str, lags_ns: list[int], of: int, cpu_us: float) -> str:
-    p50, p99, most = (np.percentile(lags_ns, q) / 1e3 for q in (50, 99, 100)) if lags_ns else (np.nan,) * 3
-    return f"| {label} | {len(lags_ns)} of {of} | {p50:.0f} | {p99:.0f} | {most:.0f} | {cpu_us:.0f} |"
+    p50, p99, most = (
+        (np.percentile(lags_ns, q) / 1e3 for q in (50, 99, 100)) if lags_ns else (np.nan,) * 3
+    )
+    return (
+        f"| {label} | {len(lags_ns)} of {of} | {p50:.0f} | {p99:.0f} | {most:.0f} | {cpu_us:.0f} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--client", nargs=2, help=argparse.SUPPRESS)
@@ -117,11 +130,24 @@ def main() -> None:
     names, rng = ["ours", "pycurl", "ours again"], random.Random(0)
     got: dict[str, list[dict]] = {name: [] for name in names}
     again = ["chrt", "-f", "10", sys.executable, __file__, "--streams", str(chosen.streams)]
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         pem = Path(folder) / "both.pem"
-        make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", pem]
+        make = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=localhost",
+            "-keyout",
+            pem,
+        ]
         certificate = subprocess.run(make, check=True, capture_output=True, text=True).stdout
         pem.write_text(pem.read_text() + certificate)
         server = subprocess.Popen([*again, "--serve", str(pem)], stdout=subprocess.PIPE, text=True)
@@ -131,14 +157,20 @@ def main() -> None:
                 block = rng.sample(names, len(names))
                 for name in block + block[::-1]:
                     done = subprocess.run(
-                        [*again, "--client", name, url], capture_output=True, text=True, timeout=60, env=environment
+                        [*again, "--client", name, url],
+                        capture_output=True,
+                        text=True,
+                        timeout=60,
+                        env=environment,
                     )
                     if done.returncode:
                         raise SystemExit(f"{name}: {done.stderr[-400:]}")
                     got[name].append(json.loads(done.stdout))
         finally:
             server.kill()
-    print("| client | events | lag p50 µs | p99 | max | CPU µs per event |\n|---|---|---|---|---|---|")
+    print(
+        "| client | events | lag p50 µs | p99 | max | CPU µs per event |\n|---|---|---|---|---|---|"
+    )
     for name, runs in got.items():
         cpu_us = float(np.median([r["cpu_us"] for r in runs]))
         for clock in ("user", "kernel") if name != "pycurl" else ("user",):

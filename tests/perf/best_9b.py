@@ -33,7 +33,12 @@ SHAPE = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 PERIOD = 4  # every fourth layer has attention, the others DeltaNet
-HEADS = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 4096}
+HEADS = {
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 4096,
+}
 
 
 def make(folder: Path, layers: int, narrow: int) -> None:
@@ -48,13 +53,17 @@ def make(folder: Path, layers: int, narrow: int) -> None:
         setattr(config, key, value)
     config.num_hidden_layers = PERIOD
     config.max_position_embeddings = 32768
-    config.layer_types = ["full_attention" if i % PERIOD == PERIOD - 1 else "linear_attention" for i in range(layers)]
+    config.layer_types = [
+        "full_attention" if i % PERIOD == PERIOD - 1 else "linear_attention" for i in range(layers)
+    ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     kinds = config.layer_types
     config.layer_types = (kinds * PERIOD)[:PERIOD]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     config.num_hidden_layers, config.layer_types = layers, kinds
     config.save_pretrained(folder)
     student = torch.distributions.StudentT(torch.tensor(5.0, device=device))
@@ -65,7 +74,9 @@ def make(folder: Path, layers: int, narrow: int) -> None:
         size = torch.exp(0.4 * torch.randn(value.shape[1], device=device))
         heavy = student.sample((value.numel(),)).view_as(value)
         value = (heavy * 0.6 * size / value.shape[1] ** 0.5).bfloat16()
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "embed_tokens.weight")):
+        if name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight", "embed_tokens.weight")
+        ):
             rows = value if "embed" not in name else value.T
             rows[:: rows.shape[0] // max(1, rows.shape[0] // 500)] *= 8
         return value.cpu()
@@ -84,8 +95,15 @@ def make(folder: Path, layers: int, narrow: int) -> None:
             waiting.append(pool.submit(save_file, part, folder / file, {"format": "pt"}))
         for future in waiting:
             future.result()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         shutil.copyfile(TINY / name, folder / name)
 
 
@@ -97,17 +115,29 @@ def make_text(folder: Path, samples: int, tokens: int) -> Path:
     source, target = folder / "short.jsonl", folder / "calibration.jsonl"
     generate("annie", teacher="offline", n=100, output=source)
     rows = [json.loads(line) for line in source.read_text().splitlines()]
-    answers = [m["content"] for r in rows for m in r["messages"] if m["role"] == "assistant" and m.get("content")]
+    answers = [
+        m["content"]
+        for r in rows
+        for m in r["messages"]
+        if m["role"] == "assistant" and m.get("content")
+    ]
     rng = random.Random(0)
     lengths = {a: len(tokenizer(a)["input_ids"]) + 1 for a in answers}
     with target.open("w") as file:
         for i in range(samples):
-            row = {k: v for k, v in rows[i % len(rows)].items() if k in ("category", "thinking", "provenance")}
+            row = {
+                k: v
+                for k, v in rows[i % len(rows)].items()
+                if k in ("category", "thinking", "provenance")
+            }
             text, length = [], 0
             while length < tokens:
                 text.append(rng.choice(answers))
                 length += lengths[text[-1]]
-            messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": " ".join(text)}]
+            messages = [
+                {"role": "user", "content": "Go on."},
+                {"role": "assistant", "content": " ".join(text)},
+            ]
             file.write(json.dumps(row | {"id": f"long-{i}", "messages": messages}) + "\n")
     return target
 
@@ -117,17 +147,26 @@ class TimeIsOver(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument(
-        "--tokens", type=int, default=1900, help="of an answer; its prompt and the last sentence add up to 100"
+        "--tokens",
+        type=int,
+        default=1900,
+        help="of an answer; its prompt and the last sentence add up to 100",
     )
     parser.add_argument("--narrow", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop before a layer begins after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop before a layer begins after this time"
+    )
     parser.add_argument("--make", action="store_true", help="only write model and text")
-    parser.add_argument("--profile", type=int, metavar="LAYER", help="print this layer's time by operation")
+    parser.add_argument(
+        "--profile", type=int, metavar="LAYER", help="print this layer's time by operation"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -143,7 +182,9 @@ def main() -> None:
     marks: list[float] = []
     cuda = torch.cuda.is_available()
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    activities = [torch.profiler.ProfilerActivity.CPU] + [
+        torch.profiler.ProfilerActivity.CUDA
+    ] * cuda
     profiler = torch.profiler.profile(activities=activities)
     predicted = ""
 
@@ -164,7 +205,12 @@ def main() -> None:
                 profiler.start()
             elif len(marks) - 2 == arguments.profile:
                 profiler.stop()
-                print(profiler.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=60), flush=True)
+                print(
+                    profiler.key_averages().table(
+                        sort_by=order, row_limit=45, max_name_column_width=60
+                    ),
+                    flush=True,
+                )
 
     start = time.monotonic()
     settings = dict(item.split("=", 1) for item in arguments.set)

@@ -94,10 +94,14 @@ def measure(
 ) -> dict[str, Any]:
     """Return the KL figures of a checkpoint by numerics; for "w4a4" those of W4A16 where it rounds no input."""
     figures: dict[str, Any] = {}
-    with open_pair(EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)) as pair:
+    with open_pair(
+        EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)
+    ) as pair:
         own = pair.scored(pair.reference.answer(workloads, pair.progress))
         for name in NUMERICS:
-            with emulate(pair.model, find_profile(name if name in numerics_of(pair.model) else "w4a16")):
+            with emulate(
+                pair.model, find_profile(name if name in numerics_of(pair.model) else "w4a16")
+            ):
                 kl = pair.summarize(own, pair.compare(own))
             assert kl is not None
             assert kl.decisions is not None
@@ -150,10 +154,16 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
 def bytes_of(row: str, draw: int, arguments: argparse.Namespace) -> int:
     """Return the bytes of a finished row of the same model, draw and samples."""
     wanted = (arguments.model.name, draw, row, arguments.samples)
-    return next(int(x["bytes"]) for x in reversed(finished(arguments.output)) if "error" not in x and key(x) == wanted)
+    return next(
+        int(x["bytes"])
+        for x in reversed(finished(arguments.output))
+        if "error" not in x and key(x) == wanted
+    )
 
 
-def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
+def quantized_by_peer(
+    row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path
+) -> float:
     """As quantized(), by another library in a process of its own, on the token sequences of the same conversations."""
     text = output.with_name(f"{output.name}-ids.jsonl")
     quantize_peers.write_sequences(arguments.model, read_conversations(calibration), text)
@@ -177,7 +187,9 @@ def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibr
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 
 
-def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
+def run(
+    row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]
+) -> dict[str, Any]:
     with checkpoint_folder(row, draw, arguments) as output:
         start = time.monotonic()
         seconds = quantized(row, draw, arguments, output)
@@ -211,20 +223,28 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     groups: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
     for line in lines:
         if "error" not in line:
-            groups.setdefault((line["model"], line["samples"], line["date"], line["row"]), []).append(line)
+            groups.setdefault(
+                (line["model"], line["samples"], line["date"], line["row"]), []
+            ).append(line)
     for (model, samples, day, row), own in groups.items():
         cells = [model, str(samples), day, row, ",".join(str(x["draw"]) for x in own)]
         for name in NUMERICS:
             kl, decisions, flips, decision_flips = (
-                sum(x[name][k] for x in own) / len(own) for k in ("kl", "decisions", "flips", "decision_flips")
+                sum(x[name][k] for x in own) / len(own)
+                for k in ("kl", "decisions", "flips", "decision_flips")
             )
-            cells += [f"{1e3 * kl:.2f}, {1e3 * decisions:.2f}", f"{flips:.0f}, {decision_flips:.0f}"]
+            cells += [
+                f"{1e3 * kl:.2f}, {1e3 * decisions:.2f}",
+                f"{flips:.0f}, {decision_flips:.0f}",
+            ]
         cells.append(f"{sum(x['seconds'] for x in own) / len(own):.0f}")
         yield "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, nargs="?", metavar="DIR")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--output", type=Path)
@@ -236,7 +256,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400, help="prompts of each workload")
     parser.add_argument("--cache", type=Path, default=Path("runs/ingredients-cache"))
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/ROW-DRAW")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/ROW-DRAW"
+    )
     parser.add_argument("--dtype", help="of the evaluation: float32 or bfloat16")
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--limit", type=float, default=float("inf"))
@@ -247,9 +269,14 @@ def main() -> None:
     start = time.monotonic()
     workloads = chosen_workloads(arguments.workloads, arguments.cases)
     done = {key(line) for line in finished(arguments.output) if "error" not in line}
-    if unknown := {r for r in arguments.rows.split(",") if r.split()[-1] not in EQUAL} - {*RECIPES, *PEERS}:
+    if unknown := {r for r in arguments.rows.split(",") if r.split()[-1] not in EQUAL} - {
+        *RECIPES,
+        *PEERS,
+    }:
         parser.error(f"no row {unknown.pop()!r}; choose from: {', '.join([*RECIPES, *PEERS])}")
-    every = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
+    every = [
+        (d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")
+    ]
     index, count = map(int, arguments.share.split("/"))
     for draw, row in every[index::count]:
         if (arguments.model.name, draw, row, arguments.samples) in done:

@@ -63,7 +63,9 @@ def first(allowed: list[Any]) -> Any:
 def plain(value: Any) -> Any:
     """Return a value of an answer; objects in it have lists of allowed values themselves."""
     if isinstance(value, dict):
-        return {k: plain(v[0]) for k, v in value.items() if isinstance(v, list) and v and v[0] != ""}
+        return {
+            k: plain(v[0]) for k, v in value.items() if isinstance(v, list) and v and v[0] != ""
+        }
     return [plain(v) for v in value] if isinstance(value, list) else value
 
 
@@ -80,7 +82,9 @@ CHANGES: dict[str, Callable[[Calls], Calls]] = {
     "upper case": each_value(lambda v: v.upper() if isinstance(v, str) else v),
     "hyphens for spaces": each_value(lambda v: v.replace(" ", "-") if isinstance(v, str) else v),
     "an integer as float": each_value(lambda v: float(v) if type(v) is int else v),
-    "a whole float as integer": each_value(lambda v: int(v) if type(v) is float and v.is_integer() else v),
+    "a whole float as integer": each_value(
+        lambda v: int(v) if type(v) is float and v.is_integer() else v
+    ),
     "a number as text": each_value(lambda v: str(v) if type(v) in (int, float) else v),
     "true as 1": each_value(lambda v: int(v) if type(v) is bool else v),
     "a value in a list": each_value(lambda v: [v]),
@@ -107,12 +111,16 @@ def answers_of(rows: dict[str, Any], file: Path | None) -> Iterator[tuple[str, s
         calls = recorded(truth)
         for label, change in CHANGES.items():
             changed = change(copy.deepcopy(calls))
-            if json.dumps(changed) != json.dumps(calls) or label == "as recorded":  # 1 == 1.0 == True in Python
+            if (
+                json.dumps(changed) != json.dumps(calls) or label == "as recorded"
+            ):  # 1 == 1.0 == True in Python
                 yield label, name, changed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--categories", default="simple_python,multiple,parallel,parallel_multiple")
     parser.add_argument("--show", type=int, default=2, help="differing cases per label")
@@ -130,11 +138,22 @@ def main() -> None:
         functions, truth, case = rows[name]
         answer = Answer(tool_calls=[{"name": n, "arguments": json.dumps(v)} for n, v in calls])
         fault = values_fault(answer, case.expect["calls"])
-        result = theirs(copy.deepcopy(functions), [{n: v} for n, v in calls], copy.deepcopy(truth), case.category)
+        result = theirs(
+            copy.deepcopy(functions),
+            [{n: v} for n, v in calls],
+            copy.deepcopy(truth),
+            case.category,
+        )
         table[label][not fault, result["valid"]] += 1
         if (not fault) != result["valid"] and len(shown[label]) < a.show:
-            shown[label].append(f"{name}: ours {fault or 'right'!r}, theirs {result.get('error') or 'right'!r}"[:300])
-    print("| answers | n | both right | both wrong | only ours right | only theirs right |\n|---|---|---|---|---|---|")
+            shown[label].append(
+                f"{name}: ours {fault or 'right'!r}, theirs {result.get('error') or 'right'!r}"[
+                    :300
+                ]
+            )
+    print(
+        "| answers | n | both right | both wrong | only ours right | only theirs right |\n|---|---|---|---|---|---|"
+    )
     total: Counter[tuple[bool, bool]] = Counter()
     for label, counts in table.items():
         total += counts
@@ -145,7 +164,10 @@ def main() -> None:
 
 
 def line(label: str, counts: Counter[tuple[bool, bool]]) -> str:
-    figures = (sum(counts.values()), *(counts[k] for k in ((True, True), (False, False), (True, False), (False, True))))
+    figures = (
+        sum(counts.values()),
+        *(counts[k] for k in ((True, True), (False, False), (True, False), (False, True))),
+    )
     return f"| {label} | " + " | ".join(f"{f:,}" for f in figures) + " |"
 
 

@@ -49,7 +49,9 @@ def asked(categories: str, cases: int, left_out: set[str]) -> list[tuple[Workloa
     return chosen
 
 
-def answer(folder: Path, numerics: str, cases: list[tuple[Workload, Case]], name: str) -> Iterator[dict[str, Any]]:
+def answer(
+    folder: Path, numerics: str, cases: list[tuple[Workload, Case]], name: str
+) -> Iterator[dict[str, Any]]:
     """Yield one row per case: the model's calls, and the faults that our gates find."""
     template = Template(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,7 +64,10 @@ def answer(folder: Path, numerics: str, cases: list[tuple[Workload, Case]], name
     requests = [template.request(*c) for c in cases]
     with contextlib.nullcontext() if numerics == SOURCE else emulate(model, find_profile(numerics)):
         done = generate(
-            Engine(model), [r.prompt for r in requests], [r.max_tokens for r in requests], template.end_tokens
+            Engine(model),
+            [r.prompt for r in requests],
+            [r.max_tokens for r in requests],
+            template.end_tokens,
         )
     for (workload, case), request, completion in zip(cases, requests, done, strict=True):
         given = template.answer(request, completion)
@@ -86,8 +91,12 @@ class Leaderboard:
         self.cases: dict[str, Any] = {}
         for category in (c for c in CATEGORIES if not c.endswith("irrelevance")):
             file = f"BFCL_v4_{category}.json"
-            truth = {r["id"]: r["ground_truth"] for r in bfcl._rows(root / "possible_answer" / file)}
-            self.cases |= {r["id"]: (r["function"], truth[r["id"]]) for r in bfcl._rows(root / file)}
+            truth = {
+                r["id"]: r["ground_truth"] for r in bfcl._rows(root / "possible_answer" / file)
+            }
+            self.cases |= {
+                r["id"]: (r["function"], truth[r["id"]]) for r in bfcl._rows(root / file)
+            }
 
     def right(self, row: dict[str, Any]) -> bool:
         """Return its verdict; where no tool fits an answer is right without a call that can be read, as there."""
@@ -99,26 +108,34 @@ class Leaderboard:
                 values = None
             calls.append({name: values} if isinstance(values, dict) else None)
         if row["id"] not in self.cases:
-            return not calls if row["category"].endswith("irrelevance") else row["ours"]  # multi-turn: see bfcl.py
+            return (
+                not calls if row["category"].endswith("irrelevance") else row["ours"]
+            )  # multi-turn: see bfcl.py
         if None in calls or not calls:
             return False
         functions, truth = copy.deepcopy(self.cases[row["id"]])
-        return bool(self.check(functions, calls, truth, row["category"].removeprefix("live_"))["valid"])
+        return bool(
+            self.check(functions, calls, truth, row["category"].removeprefix("live_"))["valid"]
+        )
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the score by category with lost, won and the p of a sign test, and the agreement of both checkers."""
     judge = Leaderboard()
-    verdicts: dict[tuple[str, str], dict[str, dict[str, bool]]] = defaultdict(lambda: defaultdict(dict))
+    verdicts: dict[tuple[str, str], dict[str, dict[str, bool]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     agreement: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         right = judge.right(row)
         model = row["model"] if row["numerics"] == SOURCE else f"{row['model']} {row['numerics']}"
         verdicts[row["source"], model][row["category"]][row["id"]] = right
-        agreement["same" if right == row["ours"] else f"only {'ours' if row['ours'] else 'theirs'} right"].append(
-            f"{row['category']}/{row['id']}"
-        )
-    categories = [c for c in (*CATEGORIES, *bfcl.MULTI_TURN) if any(c in v for v in verdicts.values())]
+        agreement[
+            "same" if right == row["ours"] else f"only {'ours' if row['ours'] else 'theirs'} right"
+        ].append(f"{row['category']}/{row['id']}")
+    categories = [
+        c for c in (*CATEGORIES, *bfcl.MULTI_TURN) if any(c in v for v in verdicts.values())
+    ]
     yield "| model | " + " | ".join([*categories, "all: right; lost, won, p"]) + " |"
     yield "|---" * (len(categories) + 2) + "|"
     for (source, model), own in verdicts.items():
@@ -127,9 +144,20 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         for category in categories:
             results, theirs = own.get(category, {}), reference.get(category, {})
             both = [i for i in results if i in theirs]
-            down, up = sum(theirs[i] > results[i] for i in both), sum(theirs[i] < results[i] for i in both)
-            lost, won, right, n = lost + down, won + up, right + sum(results.values()), n + len(results)
-            cells.append(f"{sum(results.values())} of {len(results)}" + (f"; {down}, {up}" if model != SOURCE else ""))
+            down, up = (
+                sum(theirs[i] > results[i] for i in both),
+                sum(theirs[i] < results[i] for i in both),
+            )
+            lost, won, right, n = (
+                lost + down,
+                won + up,
+                right + sum(results.values()),
+                n + len(results),
+            )
+            cells.append(
+                f"{sum(results.values())} of {len(results)}"
+                + (f"; {down}, {up}" if model != SOURCE else "")
+            )
         p = binomtest(lost, lost + won).pvalue if lost + won else 1.0
         cells.append(f"{right} of {n}" + (f"; {lost}, {won}, {p:.2g}" if model != SOURCE else ""))
         yield f"| {source}: {model} | " + " | ".join(cells) + " |"
@@ -138,17 +166,23 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for kind, ids in agreement.items():
         if kind != "same":
             counts = {i: ids.count(i) for i in dict.fromkeys(ids)}
-            yield f"{kind}: " + ", ".join(f"{i} ({c})" for i, c in sorted(counts.items(), key=lambda x: -x[1])[:12])
+            yield f"{kind}: " + ", ".join(
+                f"{i} ({c})" for i, c in sorted(counts.items(), key=lambda x: -x[1])[:12]
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, nargs="?", metavar="DIR")
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT:NUMERICS")
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--categories", default=",".join(CATEGORIES))
-    parser.add_argument("--cases", type=int, default=150, help="of each category, at most, evenly over its order")
+    parser.add_argument(
+        "--cases", type=int, default=150, help="of each category, at most, evenly over its order"
+    )
     parser.add_argument("--leave-out", type=Path, help="calibration rows")
     arguments = parser.parse_args()
     if arguments.table:
@@ -167,7 +201,10 @@ def main() -> None:
         found = [r | {"source": arguments.model.name} for r in answer(path, numerics, cases, name)]
         with arguments.answers.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
-        print(f"{name} {numerics}: {len(found)} answers, {sum(r['ours'] for r in found)} right", flush=True)
+        print(
+            f"{name} {numerics}: {len(found)} answers, {sum(r['ours'] for r in found)} right",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -26,30 +26,51 @@ def first_accepted(value: Any) -> Any:
     if isinstance(first, dict):
         return {k: first_accepted(v) for k, v in first.items() if v and first_accepted(v) != ""}
     if isinstance(first, list):
-        return [{k: first_accepted(v) for k, v in x.items()} if isinstance(x, dict) else x for x in first]
+        return [
+            {k: first_accepted(v) for k, v in x.items()} if isinstance(x, dict) else x
+            for x in first
+        ]
     return first
 
 
 def rows(root: Path) -> Iterator[dict[str, Any]]:
     for category in CATEGORIES:
         file = f"BFCL_v4_{category}.json"
-        truth = {row["id"]: row["ground_truth"] for row in bfcl._rows(root / "possible_answer" / file)}
+        truth = {
+            row["id"]: row["ground_truth"] for row in bfcl._rows(root / "possible_answer" / file)
+        }
         for row in bfcl._rows(root / file):
             calls = []
             for call in truth[row["id"]]:
                 for name, values in call.items():
-                    arguments = {k: first_accepted(v) for k, v in values.items() if first_accepted(v) != ""}
+                    arguments = {
+                        k: first_accepted(v) for k, v in values.items() if first_accepted(v) != ""
+                    }
                     calls.append(
-                        {"function": {"name": bfcl._name(name), "arguments": json.dumps(arguments, ensure_ascii=False)}}
+                        {
+                            "function": {
+                                "name": bfcl._name(name),
+                                "arguments": json.dumps(arguments, ensure_ascii=False),
+                            }
+                        }
                     )
             for number, call in enumerate(calls):
                 call |= {"id": f"call_{number}", "type": "function"}
-            messages = [*row["question"][0], {"role": "assistant", "content": "", "tool_calls": calls}]
-            yield {"messages": messages, "tools": [bfcl._tool(f) for f in row["function"]], "category": category}
+            messages = [
+                *row["question"][0],
+                {"role": "assistant", "content": "", "tool_calls": calls},
+            ]
+            yield {
+                "messages": messages,
+                "tools": [bfcl._tool(f) for f in row["function"]],
+                "category": category,
+            }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--data", type=Path, help="the package's folder data")
     arguments = parser.parse_args()

@@ -45,7 +45,9 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     rule = ensemble.uncertain_answers
 
     def everything(base: Any, other: Any, noise: float) -> list[int]:
-        if len(other) < len(base):  # the sample's: what the rule takes without the answers that it leaves out
+        if len(other) < len(
+            base
+        ):  # the sample's: what the rule takes without the answers that it leaves out
             uncertain[:] = sorted({*rule(base, other, noise), *other})
         return list(range(len(base)))
 
@@ -70,10 +72,16 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     own = answers.pop(numerics)
     equal = sum(a == b for a, b in zip(own, reference, strict=True))
     changed = {
-        name: {i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b} for name, other in answers.items()
+        name: {i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b}
+        for name, other in answers.items()
     }
-    members = "; ".join(f"{name.partition('+')[2]} {len(i)} ({len(i - set(uncertain))})" for name, i in changed.items())
-    tools = [row.gates["tool_call"] for row in (result.numerics[numerics], *result.members.values())]
+    members = "; ".join(
+        f"{name.partition('+')[2]} {len(i)} ({len(i - set(uncertain))})"
+        for name, i in changed.items()
+    )
+    tools = [
+        row.gates["tool_call"] for row in (result.numerics[numerics], *result.members.values())
+    ]
     calls = ", ".join(str(row.passes) for row in tools)
     noise = result.ensemble[numerics].noise
     return (
@@ -83,7 +91,9 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="+", metavar="CHECKPOINT:NUMERICS")
     parser.add_argument("--work", type=Path, default=Path("build/certain"))
     parser.add_argument("--model", type=Path, default=MODEL, help="the bf16 model")
@@ -91,11 +101,17 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    print("| checkpoint, numerics | as bf16 | noise | uncertain | changed by member (certain ones) | tool calls |")
+    print(
+        "| checkpoint, numerics | as bf16 | noise | uncertain | changed by member (certain ones) | tool calls |"
+    )
     print("|---|---|---|---|---|---|")
     for row in options.rows:
         name, _, numerics = row.rpartition(":")
-        folder = Path(name).resolve() if Path(name).is_dir() else checkpoint_of(name, work, options.model)
+        folder = (
+            Path(name).resolve()
+            if Path(name).is_dir()
+            else checkpoint_of(name, work, options.model)
+        )
         print(measure(folder, options.model, numerics, options.n, work / "cache"), flush=True)
 
 

@@ -47,13 +47,26 @@ class Case:
     def __init__(self, module: Any, w: np.ndarray, scale: float) -> None:
         self.module, self.scale, (self.rows, self.columns) = module, scale, w.shape
         self.w = w.reshape(-1).view(np.uint8)
-        self.codes, self.block_scale = np.zeros(w.size // 2, np.uint8), np.zeros(w.size // 16, np.uint8)
+        self.codes, self.block_scale = (
+            np.zeros(w.size // 2, np.uint8),
+            np.zeros(w.size // 16, np.uint8),
+        )
         self.out, self.floats = np.zeros(w.size * 2, np.uint8), np.zeros(w.size * 4, np.uint8)
         self.x = np.random.default_rng(1).standard_normal((4, self.columns), np.float32)
 
     def pack(self, choice: int = AMAX) -> None:
         self.module.pack(
-            self.w, KIND_BF16, 16, choice, MODELOPT, self.scale, LARGEST, 0.0, None, self.codes, self.block_scale
+            self.w,
+            KIND_BF16,
+            16,
+            choice,
+            MODELOPT,
+            self.scale,
+            LARGEST,
+            0.0,
+            None,
+            self.codes,
+            self.block_scale,
         )
 
     def amax_and_pack(self) -> None:
@@ -64,7 +77,9 @@ class Case:
         self.module.unpack(self.codes, self.block_scale, KIND_BF16, 16, False, self.scale, self.out)
 
     def stream(self) -> None:
-        self.module.unpack(self.codes, self.block_scale, KIND_F32, 16, False, self.scale, self.floats)
+        self.module.unpack(
+            self.codes, self.block_scale, KIND_F32, 16, False, self.scale, self.floats
+        )
 
     def fake_quant(self) -> None:
         self.module.fake_quant(self.w, KIND_BF16, 16, self.scale, self.out)
@@ -107,16 +122,18 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, columns = (256, 1024) if arguments.in_cache else (arguments.size, arguments.size)
     rounds = 50 * arguments.rounds if arguments.in_cache else arguments.rounds
-    w = (np.random.default_rng(0).standard_normal((rows, columns), np.float32) * np.float32(0.02)).astype(
-        ml_dtypes.bfloat16
-    )
+    w = (
+        np.random.default_rng(0).standard_normal((rows, columns), np.float32) * np.float32(0.02)
+    ).astype(ml_dtypes.bfloat16)
     scale = float(nvfp4.tensor_scale(nvfp4.amax(w)))
     modules = [load(arguments.other), _nvfp4]
     for module in modules:
         module.set_variant(arguments.variant)
         module.set_threads(1 if arguments.in_cache else arguments.threads)
     other, ours = (Case(m, w, scale) for m in modules)
-    other_empty, ours_empty = (Case(m, w[:0], scale) for m in modules)  # a call's cost without weights, and its tables
+    other_empty, ours_empty = (
+        Case(m, w[:0], scale) for m in modules
+    )  # a call's cost without weights, and its tables
     packed = w.nbytes // 4 + w.size // 16
     lines: list[tuple[str, Callable[[Case], None], int]] = [
         ("pack, scale given", Case.pack, w.nbytes + packed),
@@ -134,12 +151,18 @@ def main() -> None:
         if arguments.only and not any(name.startswith(part) for part in arguments.only.split(",")):
             continue
         call(other), call(ours)
-        assert (other.codes == ours.codes).all() and (other.block_scale == ours.block_scale).all(), name
+        assert (other.codes == ours.codes).all() and (
+            other.block_scale == ours.block_scale
+        ).all(), name
         assert (other.out == ours.out).all(), name
         cases = [other, ours] + ([other_empty, ours_empty] if arguments.in_cache else [])
-        stream, theirs, mine, *empty = interleaved([ours.stream, *(functools.partial(call, c) for c in cases)], rounds)
+        stream, theirs, mine, *empty = interleaved(
+            [ours.stream, *(functools.partial(call, c) for c in cases)], rounds
+        )
         if empty:
-            theirs, mine = ((s - e) / (w.size / 16) * 1e9 for s, e in zip((theirs, mine), empty, strict=True))
+            theirs, mine = (
+                (s - e) / (w.size / 16) * 1e9 for s, e in zip((theirs, mine), empty, strict=True)
+            )
             print(f"{name:22} other {theirs:6.2f} ns  ours {mine:6.2f} ns  {mine / theirs:5.2f}")
             continue
         share = (moved / mine) / ((w.size * 4 + packed) / stream)

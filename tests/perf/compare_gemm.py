@@ -32,7 +32,10 @@ from stack_times import graph_of, replay_us
 
 LIMIT = 1.05
 EXPERTS, TOP_K = 128, 8
-INTERVALS = {10: (1, 8), 20: (5, 14)}  # rank of the ends of a 95 % interval of the median, by the number of rounds
+INTERVALS = {
+    10: (1, 8),
+    20: (5, 14),
+}  # rank of the ends of a 95 % interval of the median, by the number of rounds
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,16 @@ class Version:
 
 def load(folder: Path) -> Version:
     """Import annie_quant.gemm from `folder`, independently of other copies, with its own compiled module."""
-    mine = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "annie_quant"}
+    mine = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.split(".")[0] == "annie_quant"
+    }
     sys.path.insert(0, str(folder.resolve()))
     try:
-        version = Version(*(importlib.import_module(f"annie_quant.gemm.{name}") for name in ("ops", "grouped")))
+        version = Version(
+            *(importlib.import_module(f"annie_quant.gemm.{name}") for name in ("ops", "grouped"))
+        )
         compiled = importlib.import_module("annie_quant._gemm")
         if not Path(compiled.__file__ or "").is_relative_to(folder.resolve()):
             sys.exit(
@@ -54,7 +63,9 @@ def load(folder: Path) -> Version:
             )
         for name, module in sys.modules.items():
             if name.startswith("annie_quant.gemm.") and "native" in vars(module):
-                vars(module)["native"] = lambda: compiled  # otherwise imported again, by name, when used
+                vars(module)["native"] = lambda: (
+                    compiled
+                )  # otherwise imported again, by name, when used
     finally:
         sys.path.pop(0)
         for name in [name for name in sys.modules if name.split(".")[0] == "annie_quant"]:
@@ -64,7 +75,11 @@ def load(folder: Path) -> Version:
 
 
 def workspace_bytes(weight: Any, m: int) -> int:
-    return weight.workspace_bytes(m) if hasattr(weight, "workspace_bytes") else weight.plan(m).workspace_bytes
+    return (
+        weight.workspace_bytes(m)
+        if hasattr(weight, "workspace_bytes")
+        else weight.plan(m).workspace_bytes
+    )
 
 
 def ratio(a: list[float], b: list[float]) -> list[float]:
@@ -84,7 +99,9 @@ def alternate(launches: list[list], rounds: int) -> list[list[float]]:
             us = replay_us(graphs[which], len(launches[which]))
             if i >= 2:
                 times[which].append(us)
-        order = order[1:] + order[:1]  # each version is first, and after each other one, equally often
+        order = (
+            order[1:] + order[:1]
+        )  # each version is first, and after each other one, equally often
     return times
 
 
@@ -114,17 +131,23 @@ def compare(versions: list[Version], weights: list[list], m: int, pdl: bool, rou
     return result(alternate(launches, rounds), outs, n=n, k=k, m=m, pdl=pdl)
 
 
-def compare_linears(versions: list[Version], n: int, k: int, tokens: list[int], rounds: int) -> Iterator[dict]:
+def compare_linears(
+    versions: list[Version], n: int, k: int, tokens: list[int], rounds: int
+) -> Iterator[dict]:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
     copies = max(2, -(-COLD_BYTES // (n * k * 9 // 16)))
-    weights = [[version.ops.Weight(codes, scales, 0.01) for _ in range(copies)] for version in versions]
+    weights = [
+        [version.ops.Weight(codes, scales, 0.01) for _ in range(copies)] for version in versions
+    ]
     for m in tokens:
         for pdl in (False, True):
             yield compare(versions, weights, m, pdl, rounds)
 
 
-def compare_experts(versions: list[Version], n: int, k: int, tokens: list[int], rounds: int) -> Iterator[dict]:
+def compare_experts(
+    versions: list[Version], n: int, k: int, tokens: list[int], rounds: int
+) -> Iterator[dict]:
     """Each launch has another copy of the experts and another choice of the router."""
     codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(0x28, 0x48, (EXPERTS, n, k // 16), dtype=torch.uint8, device="cuda")
@@ -134,14 +157,22 @@ def compare_experts(versions: list[Version], n: int, k: int, tokens: list[int], 
     for m in tokens:
         torch.manual_seed(m)
         x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-        outs = [torch.full((m * TOP_K, n), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in versions]
+        outs = [
+            torch.full((m * TOP_K, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+            for _ in versions
+        ]
         tile = versions[0].grouped.plan_tokens(m * TOP_K, EXPERTS, TOP_K, n, k)
         choices = [torch.rand(m, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(20)]
         launches = []
         for version, own, out in zip(versions, prepared, outs, strict=True):
             aligned = [version.grouped.align(choice, EXPERTS, tile) for choice in choices]
             call = partial(version.grouped.write, out, x)
-            launches.append([partial(call, *own[i % copies][:2], *a, TOP_K, tile) for i, a in enumerate(aligned)])
+            launches.append(
+                [
+                    partial(call, *own[i % copies][:2], *a, TOP_K, tile)
+                    for i, a in enumerate(aligned)
+                ]
+            )
         yield result(alternate(launches, rounds), outs, n=n, k=k, m=m, pdl=True)
 
 
@@ -160,7 +191,9 @@ def main() -> None:
     versions = [here, other, other]
     args.cells = args.experts or args.cells
     rows, failed = [], 0
-    print("N x K, M, PDL: us of this version, the other one, the other one again; ratios to the other one (interval)")
+    print(
+        "N x K, M, PDL: us of this version, the other one, the other one again; ratios to the other one (interval)"
+    )
     for n, k, tokens in cells_of(args):
         torch.manual_seed(n + k)
         measure = compare_experts if args.experts else compare_linears

@@ -21,9 +21,32 @@ from gemm_module import DEVICES
 
 from annie_quant import _gemm
 
-NUMBERS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}  # of the paths, which older builds took instead of names
+NUMBERS = {
+    "auto": 0,
+    "skinny": 1,
+    "tiled": 2,
+    "wgmma": 3,
+}  # of the paths, which older builds took instead of names
 MOST_FIELDS = 8  # of a plan
-DIMENSIONS = (1, 16, 40, 128, 272, 768, 1008, 1024, 2048, 4096, 5120, 8192, 12288, 17408, 24576, 81920, 248320)
+DIMENSIONS = (
+    1,
+    16,
+    40,
+    128,
+    272,
+    768,
+    1008,
+    1024,
+    2048,
+    4096,
+    5120,
+    8192,
+    12288,
+    17408,
+    24576,
+    81920,
+    248320,
+)
 TOKENS = (
     *range(1, 34),
     48,
@@ -58,22 +81,33 @@ def answer(function: Any, *arguments: Any) -> Any:
         return str(error)
 
 
-def product(module: ModuleType, by_name: bool, m: int, n: int, k: int, path: str, device: tuple) -> Any:
+def product(
+    module: ModuleType, by_name: bool, m: int, n: int, k: int, path: str, device: tuple
+) -> Any:
     plan = answer(module.plan, m, n, k, path if by_name else NUMBERS[path], device)
     if isinstance(plan, str):
         return plan
-    name = plan[0] if by_name else next(name for name, number in NUMBERS.items() if number == plan[0])
-    fields = (*plan[1], *(0,) * (MOST_FIELDS - len(plan[1])))  # an older build has fewer; 0 is what it did
+    name = (
+        plan[0] if by_name else next(name for name, number in NUMBERS.items() if number == plan[0])
+    )
+    fields = (
+        *plan[1],
+        *(0,) * (MOST_FIELDS - len(plan[1])),
+    )  # an older build has fewer; 0 is what it did
     return name, fields, answer(module.plan_needs, m, n, k, plan[0], plan[1], device)
 
 
 def grouped(module: ModuleType, shape: tuple, tile_tokens: int, device: tuple) -> Any:
     plan = answer(module.plan_grouped, shape, tile_tokens, device)
-    return plan if isinstance(plan, str) else (plan, answer(module.grouped_needs, shape, plan, device))
+    return (
+        plan if isinstance(plan, str) else (plan, answer(module.grouped_needs, shape, plan, device))
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", help="the other build: the file _gemm*.so")
     other = load(parser.parse_args().other, "_gemm")
     by_name = isinstance(answer(other.plan, 1, 32, 64, "auto", DEVICES["H200"]), tuple)
@@ -81,12 +115,22 @@ def main() -> None:
     cases: list[tuple[Any, Any, Any]] = []
     for device, m, n, k in itertools.product(DEVICES.values(), TOKENS, DIMENSIONS, DIMENSIONS):
         for path in NUMBERS if k % 16 == 0 else ("auto",):
-            ours, theirs = (product(b, names, m, n, k, path, device) for b, names in ((_gemm, True), (other, by_name)))
+            ours, theirs = (
+                product(b, names, m, n, k, path, device)
+                for b, names in ((_gemm, True), (other, by_name))
+            )
             cases.append(((m, n, k, path, device), ours, theirs))
-    for device, (experts, top_k), pairs, (n, k) in itertools.product(DEVICES.values(), EXPERTS, PAIRS, GROUPED):
+    for device, (experts, top_k), pairs, (n, k) in itertools.product(
+        DEVICES.values(), EXPERTS, PAIRS, GROUPED
+    ):
         for tile_tokens in (0, 8, 16, 32, 64, 128):
             shape = (pairs, experts, min(top_k, pairs), n, k)
-            cases.append(((shape, tile_tokens), *(grouped(b, shape, tile_tokens, device) for b in (_gemm, other))))
+            cases.append(
+                (
+                    (shape, tile_tokens),
+                    *(grouped(b, shape, tile_tokens, device) for b in (_gemm, other)),
+                )
+            )
     for case, ours, theirs in cases:
         compared += 1
         refused += isinstance(ours, str)

@@ -52,7 +52,9 @@ def left_running(run: Path) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                words = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
             except OSError:
                 continue
             if str(run) in words and "demo_faults" not in words:
@@ -72,7 +74,9 @@ def outcome(run: Path) -> dict[str, object]:
         for kind, side in json.loads(f.read_text())["numerics"].items()
     }
     rows = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
-    requests = sorted((r["backend"], r["workload"], r["case"], str(r["turn"])) for r in rows if not r["warmup"])
+    requests = sorted(
+        (r["backend"], r["workload"], r["case"], str(r["turn"])) for r in rows if not r["warmup"]
+    )
     return {"hashes": hashes, "gates": gates, "asked": requests}
 
 
@@ -85,7 +89,9 @@ def kill_everywhere(folder: Path) -> None:
     rng = random.Random(0)
     print("| killed in | after | state | left running | half files |\n|---|---|---|---|---|")
     for number, stage in enumerate(stages):
-        process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         before = stages[number - 1]["name"] if number else None
         while process.poll() is None and before and not done(broken, before):
             time.sleep(0.005)
@@ -97,7 +103,11 @@ def kill_everywhere(folder: Path) -> None:
         process.wait()
         time.sleep(2)
         state = "finished before the kill" if done(broken, stage["name"]) else "unfinished"
-        half = [p.name for p in broken.rglob("*") if p.name.endswith(".part")] if broken.exists() else []
+        half = (
+            [p.name for p in broken.rglob("*") if p.name.endswith(".part")]
+            if broken.exists()
+            else []
+        )
         print(
             f"| {stage['name']} | {wait:.2f} s | {state} | {len(left_running(broken))} | {', '.join(half[:2]) or 'none'} |",
             flush=True,
@@ -105,7 +115,9 @@ def kill_everywhere(folder: Path) -> None:
     subprocess.run(command(broken), check=True, capture_output=True)
     a, b = outcome(whole), outcome(broken)
     for part in a:
-        print(f"\n{part}: {'the same as the undisturbed run' if a[part] == b[part] else 'DIFFERENT'}")
+        print(
+            f"\n{part}: {'the same as the undisturbed run' if a[part] == b[part] else 'DIFFERENT'}"
+        )
     remains = [str(p.relative_to(broken)) for p in broken.rglob("*") if p.name.endswith(".part")]
     print(f"half files at the end: {remains or 'none'}")
 
@@ -117,8 +129,12 @@ def fill_the_disk(folder: Path) -> None:
         print("| disk | exit code | stages done | message |\n|---|---|---|---|")
         for size in SIZES_MB:
             subprocess.run(["mount", "-o", f"remount,size={size}m", str(folder)], check=True)
-            ended = subprocess.run(command(folder / "demo"), capture_output=True, text=True, check=False)
-            lines = [line for line in ended.stderr.splitlines() if line and not line.startswith("✓")]
+            ended = subprocess.run(
+                command(folder / "demo"), capture_output=True, text=True, check=False
+            )
+            lines = [
+                line for line in ended.stderr.splitlines() if line and not line.startswith("✓")
+            ]
             output = " ".join(lines[:2]) if ended.returncode else "the report"
             stamps = len(list((folder / "demo/stages").glob("*.json")))
             trace = " TRACEBACK" if "Traceback" in ended.stderr else ""
@@ -134,7 +150,9 @@ def fill_the_disk(folder: Path) -> None:
 
 if __name__ == "__main__":
     kinds = {"kill": kill_everywhere, "disk": fill_the_disk}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("output", type=Path)
     options = parser.parse_args()

@@ -24,12 +24,22 @@ from annie_quant import judge
 from annie_quant.judge.statistics import wilson
 from annie_quant.offline.prompts import Template, TurnRequest
 
-WORKLOADS = ("conversational", "factual", "long_response", "reasoning", "tool_memory", "tool_surface", "tool_web")
+WORKLOADS = (
+    "conversational",
+    "factual",
+    "long_response",
+    "reasoning",
+    "tool_memory",
+    "tool_surface",
+    "tool_web",
+)
 LIMIT, LONGEST = 200, 3800  # tokens per answer, and per prompt: a slot has 4,096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--drafts", type=int, default=1)
     parser.add_argument("--cases", type=int, default=5, help="per workload, evenly spread")

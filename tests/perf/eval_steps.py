@@ -52,7 +52,9 @@ class Stages:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("reference", type=Path)
     parser.add_argument("--n", type=int, default=100)
@@ -61,12 +63,18 @@ def main() -> None:
     arguments = parser.parse_args()
     stages, step = Stages(), engine.Engine.step
 
-    def counted(self: engine.Engine, ids: torch.Tensor, *more: object, **options: object) -> torch.Tensor:
+    def counted(
+        self: engine.Engine, ids: torch.Tensor, *more: object, **options: object
+    ) -> torch.Tensor:
         start = time.process_time()
         hidden = step(self, ids, *more, **options)
         if arguments.synchronize and ids.is_cuda:
             torch.cuda.synchronize()
-        stages.add("decode" if "position_ids" in options else "prompts", ids.numel(), time.process_time() - start)
+        stages.add(
+            "decode" if "position_ids" in options else "prompts",
+            ids.numel(),
+            time.process_time() - start,
+        )
         return hidden
 
     engine.Engine.step = counted
@@ -87,7 +95,9 @@ def main() -> None:
         print(f"{seconds:8.2f} s  {stage}")
         for (name, kind), (passes, tokens, spent) in stages.passes.items():
             if name == stage:
-                print(f"           {passes:5.0f} passes, {tokens:7.0f} tokens, {spent:7.2f} s  {kind}")
+                print(
+                    f"           {passes:5.0f} passes, {tokens:7.0f} tokens, {spent:7.2f} s  {kind}"
+                )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,11 @@ def random_experts(experts: int, n: int, k: int) -> tuple[torch.Tensor, torch.Te
     codes, scales = oracle.random_weight(experts * n, k, n + k)
     factors = [0.001 * (1 + e % 3) for e in range(experts)]
     of_scales = torch.from_numpy(scales).cuda().view(torch.float8_e4m3fn)
-    return torch.from_numpy(codes).cuda().view(experts, n, -1), of_scales.view(experts, n, -1), factors
+    return (
+        torch.from_numpy(codes).cuda().view(experts, n, -1),
+        of_scales.view(experts, n, -1),
+        factors,
+    )
 
 
 def choose(tokens: int, experts: int, top_k: int, seed: int) -> torch.Tensor:
@@ -62,7 +66,10 @@ def marlin_codes(codes: torch.Tensor) -> torch.Tensor:
     order = (16 * (rows + 2 * (lane % 4)) + lane // 4 + 8 * half + 256 * block).reshape(-1, 8)
     order = order[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
     tiles = (
-        values.reshape(k // 16, 16, n // 16, 16).permute(0, 2, 1, 3).reshape(-1, 1024)[:, order].reshape(k // 16, -1)
+        values.reshape(k // 16, 16, n // 16, 16)
+        .permute(0, 2, 1, 3)
+        .reshape(-1, 1024)[:, order]
+        .reshape(k // 16, -1)
     )
     shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)
     return (tiles.view(k // 16, -1, 8) << shifts).sum(-1, dtype=torch.int32)
@@ -73,7 +80,8 @@ def marlin_scales(scales: torch.Tensor, factor: float) -> torch.Tensor:
     n = scales.shape[0]
     order = torch.arange(64, device=scales.device).view(8, 8).t().flatten()
     rows = (
-        scales.float().t().reshape(-1, 64)[:, order].reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1, n) * factor
+        scales.float().t().reshape(-1, 64)[:, order].reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1, n)
+        * factor
     ).half() * 128
     rows[rows < 2] = 0
     return (rows.view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous()
@@ -83,23 +91,37 @@ class Marlin:
     """vLLM's Marlin MoE product over the same weights."""
 
     def __init__(
-        self, weights: dict[str, tuple[torch.Tensor, torch.Tensor, list[float]]], library: Path | None
+        self,
+        weights: dict[str, tuple[torch.Tensor, torch.Tensor, list[float]]],
+        library: Path | None,
     ) -> None:
         spec = None if library else importlib.util.find_spec("vllm")
-        path = library or next(p for f in spec.submodule_search_locations for p in Path(f).glob("_moe_C*.so"))  # type: ignore[union-attr]
+        path = library or next(
+            p for f in spec.submodule_search_locations for p in Path(f).glob("_moe_C*.so")
+        )  # type: ignore[union-attr]
         torch.ops.load_library(str(path))
         self.weights = {}
         for name, (codes, scales, tensor_scales) in weights.items():
             factor = 2.0 ** int(torch.log2(448 / scales.float().max()).floor())
             factors = torch.tensor(tensor_scales, device="cuda") * 2.0**119 / factor
             of_codes = torch.stack([marlin_codes(c) for c in codes])
-            self.weights[name] = of_codes, torch.stack([marlin_scales(s, factor) for s in scales]), factors
+            self.weights[name] = (
+                of_codes,
+                torch.stack([marlin_scales(s, factor) for s in scales]),
+                factors,
+            )
         self.ones = torch.ones(1 << 20, device="cuda")  # the router's weights, which are not used
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.workspace = torch.zeros(4 * processors, dtype=torch.int32, device="cuda")
 
     def product(
-        self, name: str, x: torch.Tensor, out: torch.Tensor, aligned: grouped.Alignment, tile: int, top_k: int
+        self,
+        name: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        aligned: grouped.Alignment,
+        tile: int,
+        top_k: int,
     ) -> None:
         weight, scale, factor = self.weights[name]
         torch.ops._moe_C.moe_wna16_marlin_gemm(
@@ -143,23 +165,33 @@ def times(calls: dict[str, list[Callable[[], Any]]], repeats: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, default="35b")
     parser.add_argument("--tokens", default="1,2,4,8,16,64,256,1024")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--library", type=Path, help="vLLM's library of mixture kernels, without the rest of vLLM")
+    parser.add_argument(
+        "--library", type=Path, help="vLLM's library of mixture kernels, without the rest of vLLM"
+    )
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     args = parser.parse_args()
     experts, top_k, hidden, width = MODELS[args.model]
-    loaded = {"gate_up": random_experts(experts, 2 * width, hidden), "down": random_experts(experts, hidden, width)}
+    loaded = {
+        "gate_up": random_experts(experts, 2 * width, hidden),
+        "down": random_experts(experts, hidden, width),
+    }
     prepared = {name: grouped.prepare_experts(*parts) for name, parts in loaded.items()}
     marlin = Marlin(loaded, args.library)
     while args.go and not args.go.exists():  # others may still use the GPU
         time.sleep(0.1)
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
-        for name, n, k, per_row in (("gate_up", 2 * width, hidden, top_k), ("down", hidden, width, 1)):
+        for name, n, k, per_row in (
+            ("gate_up", 2 * width, hidden, top_k),
+            ("down", hidden, width, 1),
+        ):
             pairs = tokens * top_k
             x = torch.randn(pairs // per_row, k, device="cuda").bfloat16()
             out = torch.zeros(pairs, n, device="cuda", dtype=torch.bfloat16)
@@ -171,9 +203,13 @@ def main() -> None:
                 chosen = choose(tokens, experts, top_k, seed)
                 aligned = grouped.align(chosen, experts, tile)
                 for pdl, kernel in enumerate(("ours", "ours_pdl")):
-                    calls[kernel].append(partial(ours, prepared[name], x, out, aligned, tile, per_row, pdl))
+                    calls[kernel].append(
+                        partial(ours, prepared[name], x, out, aligned, tile, per_row, pdl)
+                    )
                 of_theirs = grouped.align(chosen, experts, theirs)
-                calls["marlin"].append(partial(marlin.product, name, x, out, of_theirs, theirs, per_row))
+                calls["marlin"].append(
+                    partial(marlin.product, name, x, out, of_theirs, theirs, per_row)
+                )
             results = []
             for kernel in calls:
                 out.fill_(float("nan"))
@@ -192,14 +228,18 @@ def main() -> None:
             }
             row["difference"] = difference(results[0], results[2])
             row["control"] = difference(out, results[0])
-            if row["difference"] <= DIFFERENCE < row["control"] and torch.equal(results[0], results[1]):
+            if row["difference"] <= DIFFERENCE < row["control"] and torch.equal(
+                results[0], results[1]
+            ):
                 row["us"] = times(calls, args.repeats)
                 row["ratio"], row["ratio_pdl"] = (
                     round(row["us"]["marlin"] / row["us"][o], 2) for o in ("ours", "ours_pdl")
                 )
             rows.append(row)
             print(json.dumps(row), flush=True)
-            args.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+            args.output.write_text(
+                json.dumps({"device": torch.cuda.get_device_name(), "rows": rows})
+            )
 
 
 if __name__ == "__main__":

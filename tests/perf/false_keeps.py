@@ -69,7 +69,11 @@ class Counts(TypedDict):
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(
-        next(m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList))
+        next(
+            m
+            for name, m in model.named_modules()
+            if name.endswith("layers") and isinstance(m, nn.ModuleList)
+        )
     )
 
 
@@ -109,8 +113,14 @@ def block_scales(share: float) -> Damage:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith(kind):
                 rows, columns = module.weight.shape
-                blocks = torch.rand(rows, columns // 16, generator=torch.Generator().manual_seed(rng.getrandbits(31)))
-                factor = torch.where(blocks < share, rng.choice([0.5, 2.0]), 1.0).repeat_interleave(16, 1)
+                blocks = torch.rand(
+                    rows,
+                    columns // 16,
+                    generator=torch.Generator().manual_seed(rng.getrandbits(31)),
+                )
+                factor = torch.where(blocks < share, rng.choice([0.5, 2.0]), 1.0).repeat_interleave(
+                    16, 1
+                )
                 module.weight[:, : factor.shape[1]].mul_(factor.to(module.weight))
 
     return apply
@@ -130,7 +140,9 @@ def zero_rows(share: float) -> Damage:
     def apply(model: nn.Module, rng: random.Random) -> None:
         layer = rng.choice(decoder_layers(model))
         for linear in linears(layer):
-            picked = torch.rand(linear.weight.shape[0], generator=torch.Generator().manual_seed(rng.getrandbits(31)))
+            picked = torch.rand(
+                linear.weight.shape[0], generator=torch.Generator().manual_seed(rng.getrandbits(31))
+            )
             linear.weight[(picked < share).to(linear.weight.device)] = 0
 
     return apply
@@ -150,7 +162,11 @@ def rounded(share: float) -> Damage:
                 generator = torch.Generator(device=weight.device).manual_seed(rng.getrandbits(31))
                 blocks = weight.reshape(rows, -1, 16)
                 step = blocks.abs().amax(-1, keepdim=True) / 6
-                noise = (torch.rand(blocks.shape, generator=generator, device=weight.device) - 0.5) * 8 * share
+                noise = (
+                    (torch.rand(blocks.shape, generator=generator, device=weight.device) - 0.5)
+                    * 8
+                    * share
+                )
                 scaled = (blocks / step.clamp_min(1e-12)).add_(noise).clamp_(-6, 6)
                 place = torch.bucketize(scaled.abs(), MIDPOINTS.to(weight.device))
                 values = LEVELS.to(weight.device)[place] * scaled.sign() * step
@@ -178,7 +194,9 @@ def exchanged_experts(share: float) -> Damage:
         groups: dict[str, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if "experts" in name:
-                groups.setdefault(re.sub(r"\.\d+\.(?=[^.]*\.weight$)", ".*.", name), []).append(parameter)
+                groups.setdefault(re.sub(r"\.\d+\.(?=[^.]*\.weight$)", ".*.", name), []).append(
+                    parameter
+                )
         for parameters in groups.values():
             if len(parameters) == 1 and parameters[0].ndim == 3:  # all experts in one tensor
                 count = parameters[0].shape[0]
@@ -194,8 +212,14 @@ def rounding(model: nn.Module, rng: random.Random) -> None:
         for linear in linears(layer):
             weight = linear.weight
             generator = torch.Generator(device=weight.device).manual_seed(rng.getrandbits(31))
-            factor = 1 + (torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5) * 2**-8
-            weight.copy_(weight.float() * factor)  # of a model in bfloat16: half of its last digit at most
+            factor = (
+                1
+                + (torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5)
+                * 2**-8
+            )
+            weight.copy_(
+                weight.float() * factor
+            )  # of a model in bfloat16: half of its last digit at most
 
 
 def permuted_mlp(model: nn.Module, rng: random.Random) -> None:
@@ -204,7 +228,8 @@ def permuted_mlp(model: nn.Module, rng: random.Random) -> None:
         if mlp is None or not all(hasattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")):
             continue
         order = torch.randperm(
-            mlp.up_proj.weight.shape[0], generator=torch.Generator().manual_seed(rng.getrandbits(31))
+            mlp.up_proj.weight.shape[0],
+            generator=torch.Generator().manual_seed(rng.getrandbits(31)),
         )
         order = order.to(mlp.up_proj.weight.device)
         for linear in (mlp.gate_proj, mlp.up_proj):
@@ -241,7 +266,9 @@ def split(workloads: list[Workload], n: int, truth: int) -> tuple[list[Workload]
     """Return the verdict's prompts, and up to `truth` others per gate."""
     test = judge.sample(workloads, n)
     used = {(w.name, case.id) for w in test for case in w.cases}
-    rest = [replace(w, cases=tuple(c for c in w.cases if (w.name, c.id) not in used)) for w in workloads]
+    rest = [
+        replace(w, cases=tuple(c for c in w.cases if (w.name, c.id) not in used)) for w in workloads
+    ]
     return [w for w in test if w.cases], judge.sample([w for w in rest if w.cases], truth)
 
 
@@ -283,7 +310,9 @@ def counts_of(evaluation: Evaluation) -> dict[str, Counts]:
             if (change := pairing.change_of(old, new)) is not None
         )
         counts[name] = {
-            "gates": {gate: [row.n, row.lost, row.won, row.passed] for gate, row in side.paired.items()},
+            "gates": {
+                gate: [row.n, row.lost, row.won, row.passed] for gate, row in side.paired.items()
+            },
             "changes": [[times, *json.loads(change)] for change, times in changes.items()],
         }
     return counts
@@ -294,14 +323,19 @@ def judged_again(counts: dict[str, Counts]) -> PairedVerdict:
     gates, pooled = {}, {}
     for name, side in counts.items():
         gates[name] = {
-            gate: PairedGate(n, lost, won, passed=passed) for gate, (n, lost, won, passed) in side["gates"].items()
+            gate: PairedGate(n, lost, won, passed=passed)
+            for gate, (n, lost, won, passed) in side["gates"].items()
         }
-        changes = [(whole, change) for times, whole, change in side["changes"] for _ in range(times)]
+        changes = [
+            (whole, change) for times, whole, change in side["changes"] for _ in range(times)
+        ]
         pooled[name] = pairing.pool(changes) if changes else None
     return judge.judge_members(gates, pooled)
 
 
-def resampled(parts: list[Evaluation], workloads: list[Workload], n: int, trials: int) -> Counter[str]:
+def resampled(
+    parts: list[Evaluation], workloads: list[Workload], n: int, trials: int
+) -> Counter[str]:
     """Return how often each verdict is the result for other choices of n prompts per gate, in one arithmetic.
 
     parts: evaluations of one variant over different prompts of the workloads.
@@ -323,7 +357,9 @@ def resampled(parts: list[Evaluation], workloads: list[Workload], n: int, trials
         cases = {(w.name, case.id) for w in judge.sample(workloads, n, seed) for case in w.cases}
         trial = copy.deepcopy(whole)
         for gate, prompts in whole.prompts.items():
-            picked = [i for i, prompt in enumerate(prompts) if tuple(prompt.split("/")[:2]) in cases]
+            picked = [
+                i for i, prompt in enumerate(prompts) if tuple(prompt.split("/")[:2]) in cases
+            ]
             trial.prompts[gate] = [prompts[i] for i in picked]
             for outcomes in (
                 trial.reference_outcomes,
@@ -346,10 +382,14 @@ def run(arguments: argparse.Namespace) -> None:
     test, truth = split(everything, arguments.n, arguments.truth)
     if arguments.max_tokens:
         test, truth = (
-            [replace(w, max_tokens=min(w.max_tokens, arguments.max_tokens)) for w in part] for part in (test, truth)
+            [replace(w, max_tokens=min(w.max_tokens, arguments.max_tokens)) for w in part]
+            for part in (test, truth)
         )
     end = time.monotonic() + arguments.seconds
-    label = arguments.label or f"{arguments.model.name}-{arguments.persona or arguments.workloads or 'annie'}"
+    label = (
+        arguments.label
+        or f"{arguments.model.name}-{arguments.persona or arguments.workloads or 'annie'}"
+    )
     job = EvaluationJob(
         checkpoint=arguments.checkpoint or arguments.model,
         reference=arguments.model,
@@ -361,21 +401,34 @@ def run(arguments: argparse.Namespace) -> None:
     def measure(pair: ModelPair, variant: str, harmless: bool, numerics: str) -> None:
         start = time.monotonic()
         judged = evaluate_pair(replace(pair, job=replace(job, numerics=[numerics])), test)
-        row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
+        row = {
+            "variant": variant,
+            "harmless": harmless,
+            "rule": RULE,
+            "n_test": judged.n_answers,
+            **figures(judged),
+        }
         row["counts"] = counts_of(judged)
         if not harmless:
-            actual = evaluate_pair(replace(pair, job=replace(job, numerics=[numerics], ensemble=False)), truth)
+            actual = evaluate_pair(
+                replace(pair, job=replace(job, numerics=[numerics], ensemble=False)), truth
+            )
             losses = true_losses(next(iter(actual.numerics.values())))
             row["n_truth"] = actual.n_answers
             row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}
             row["true_loss"] = round(max(losses.values(), default=0.0), 4)
             if arguments.trials:
-                row["trials"] = resampled([judged, actual], everything, arguments.n, arguments.trials)
+                row["trials"] = resampled(
+                    [judged, actual], everything, arguments.n, arguments.trials
+                )
         row["seconds"] = round(time.monotonic() - start, 1)
         rows.append(row)
         with arguments.output.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{variant}: {row['verdict']}, true loss {row.get('true_loss')}, {row['seconds']} s", flush=True)
+        print(
+            f"{variant}: {row['verdict']}, true loss {row.get('true_loss')}, {row['seconds']} s",
+            flush=True,
+        )
 
     with torch.no_grad(), open_pair(job) as pair:
         if arguments.checkpoint:
@@ -383,13 +436,17 @@ def run(arguments: argparse.Namespace) -> None:
                 if (variant := f"{label}/{arguments.checkpoint.name}-{numerics}") not in done:
                     measure(pair, variant, False, numerics)
             return
-        saved = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
+        saved = {
+            name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()
+        }
         head = pair.model.get_output_embeddings().weight  # type: ignore[operator]
         kinds = kinds_of(pair)
         first, step = map(int, arguments.share.split("/"))
         count = max(arguments.damaged, arguments.harmless)
         every = [(i, harmless) for i in range(count) for harmless in (True, False)]
-        selected = [(i, h) for i, h in every if i < (arguments.harmless if h else arguments.damaged)]
+        selected = [
+            (i, h) for i, h in every if i < (arguments.harmless if h else arguments.damaged)
+        ]
         for i, harmless in selected[first::step]:
             kind = ("rounding", "permuted")[i // 2 % 2] if harmless else list(kinds)[i % len(kinds)]
             variant = f"{label}/{'harmless-' * harmless}{kind}-{i}"
@@ -402,7 +459,9 @@ def run(arguments: argparse.Namespace) -> None:
                 (rounding if kind == "rounding" else permuted_mlp)(pair.model, rng)
             else:
                 start, damage = kinds[kind]
-                losses = [r["true_loss"] for r in rows if r["variant"].startswith(f"{label}/{kind}-")]
+                losses = [
+                    r["true_loss"] for r in rows if r["variant"].startswith(f"{label}/{kind}-")
+                ]
                 damage(strength(start, losses, rng))(pair.model, rng)
             measure(pair, variant, harmless, "bf16")
             pair.model.get_output_embeddings().weight = head  # type: ignore[operator]
@@ -420,7 +479,9 @@ def table(arguments: argparse.Namespace) -> int:
         if row["rule"] != RULE and "counts" in row:
             row |= {"rule": RULE, "verdict": judged_again(row["counts"]).verdict}
     if other := {r["rule"] for r in rows} - {RULE}:
-        sys.exit(f"verdicts of rule {', '.join(map(str, other))}, this is rule {RULE}: run those variants again")
+        sys.exit(
+            f"verdicts of rule {', '.join(map(str, other))}, this is rule {RULE}: run those variants again"
+        )
     damaged = [r for r in rows if not r["harmless"]]
     lossy = [r for r in damaged if r["true_loss"] >= TRUE_LOSS]
     false_keeps = [r for r in lossy if r["verdict"] == "keeps"]
@@ -434,18 +495,27 @@ def table(arguments: argparse.Namespace) -> int:
         ("damaged, 10 points or more", lossy),
     ):
         counts = [
-            sum(r["verdict"] in words for r in group) for words in (("keeps",), ("undecided",), ("loses", "fragile"))
+            sum(r["verdict"] in words for r in group)
+            for words in (("keeps",), ("undecided",), ("loses", "fragile"))
         ]
         print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
-    print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
+    print(
+        f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}"
+    )
     if arguments.earlier:
-        older = [r for r in read_rows(arguments.earlier) if not r["harmless"] and r["true_loss"] >= TRUE_LOSS]
+        older = [
+            r
+            for r in read_rows(arguments.earlier)
+            if not r["harmless"] and r["true_loss"] >= TRUE_LOSS
+        ]
         verdicts = {(r["variant"], f"{r['kl']:.3g}"): r["verdict"] for r in (*older, *lossy)}
         print(
             f"with earlier rules: {Counter(verdicts.values())['keeps']} of {len(verdicts)} different damaged checkpoints keep"
         )
     trials = sum((Counter(r.get("trials", {})) for r in lossy), Counter())
-    print(f"other choices of prompts for damage of 10 points or more: {trials['keeps']} of {trials.total()} keep")
+    print(
+        f"other choices of prompts for damage of 10 points or more: {trials['keeps']} of {trials.total()} keep"
+    )
     for row in (*false_keeps, *alarms):
         worst = max(row.get("losses", {}).items(), key=lambda loss: loss[1], default="")
         print(f"  {row['variant']}: {row['verdict']}, {worst}, loses {', '.join(row['loses'])}")
@@ -458,7 +528,9 @@ def table(arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run", help="judge variants of one model")
     one.add_argument("model", type=Path)
@@ -467,7 +539,10 @@ def main() -> None:
     one.add_argument("--persona")
     one.add_argument("--numerics", default="w4a4,w4a16", help="of --checkpoint")
     one.add_argument(
-        "--trials", type=int, default=20, help="further choices of prompts that a damaged variant is judged on"
+        "--trials",
+        type=int,
+        default=20,
+        help="further choices of prompts that a damaged variant is judged on",
     )
     one.add_argument("--dtype", choices=["float32", "bfloat16"])
     one.add_argument("--rows", type=int, default=128, help="answers per batch")

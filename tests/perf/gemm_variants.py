@@ -61,10 +61,17 @@ class Weights:
         scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
         table = torch.cat([table, -table])
-        exact = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).reshape(n, k)
-        exact = (exact * scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)).bfloat16()
+        exact = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).reshape(
+            n, k
+        )
+        exact = (
+            exact * scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+        ).bfloat16()
         size = native().packed_bytes(n, k)
-        memory = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(1 + COLD_BYTES // size)]
+        memory = [
+            torch.empty(size, dtype=torch.uint8, device="cuda")
+            for _ in range(1 + COLD_BYTES // size)
+        ]
         self.ours = [gemm.Weight(codes, scales, 0.01, memory=part) for part in memory]
         self.bf16 = [exact, *(exact.clone() for _ in range(COLD_BYTES // (n * k * 2)))]
 
@@ -131,7 +138,9 @@ def measure(weights: Weights, m: int, repeats: int) -> list[Row]:
                     results.setdefault(name, out.clone())
                 if not torch.equal(out, results[name]):
                     row["failed"] = "the result does not repeat"
-            row["error"] = float((results[name][:64].double() - reference).norm() / reference.norm())
+            row["error"] = float(
+                (results[name][:64].double() - reference).norm() / reference.norm()
+            )
         if not row["error"] < LIMIT:  # type: ignore[operator]
             row["failed"] = f"error {row['error']:.1e}"
         count = max(copies, 2 if large else 20)
@@ -173,15 +182,22 @@ def line(rows: list[Row]) -> str:
     for row in rows:
         by_name.setdefault(str(row["name"]), []).append(float(row["us"]))  # type: ignore[arg-type]
     (cublas,) = by_name.pop("cuBLAS")
-    cells = [f"{name} {a:.1f} / {b:.1f} ({cublas / a:.2f} / {cublas / b:.2f}x)" for name, (a, b) in by_name.items()]
+    cells = [
+        f"{name} {a:.1f} / {b:.1f} ({cublas / a:.2f} / {cublas / b:.2f}x)"
+        for name, (a, b) in by_name.items()
+    ]
     failed = [f"FAILED {row['name']}: {row['failed']}" for row in rows if "failed" in row]
     head = f"| {rows[0]['n']}x{rows[0]['k']} | {rows[0]['m']} | {cublas:.1f} |"
     return f"{head} {'; '.join([*cells, *failed])} | {rows[1]['plan']} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cells = [f"{n}x{k}:{m}" for n, k, m in BEFORE] + [f"{s}:{m}" for m in TOKENS for s in SHAPES.split()]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cells = [f"{n}x{k}:{m}" for n, k, m in BEFORE] + [
+        f"{s}:{m}" for m in TOKENS for s in SHAPES.split()
+    ]
     default = " ".join([*dict.fromkeys(cells)][:CELLS])
     parser.add_argument("--cells", default=default, help="NxK:M,...")
     parser.add_argument("--repeats", type=int, default=9)
@@ -191,7 +207,10 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     info = native().device_info(0)
     print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}")
-    print("| N x K | M | cuBLAS us | us without / with PDL (x cuBLAS) | plan |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| N x K | M | cuBLAS us | us without / with PDL (x cuBLAS) | plan |\n|---|---|---|---|---|",
+        flush=True,
+    )
     weights: dict[tuple[int, int], Weights] = {}
     rows: list[Row] = []
     late: list[str] = []

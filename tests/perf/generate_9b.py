@@ -24,7 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from annie_quant.offline.linears import NVFP4Linear
 
 PROMPT, SHORT, LONG = 128, 16, 80
-BF16 = ("lm_head", "in_proj_a", "in_proj_b")  # linears that stay bf16, as in serve_9b.py's checkpoints
+BF16 = (
+    "lm_head",
+    "in_proj_a",
+    "in_proj_b",
+)  # linears that stay bf16, as in serve_9b.py's checkpoints
 
 
 def random_nvfp4(linear: nn.Linear) -> NVFP4Linear:
@@ -43,7 +47,11 @@ def build(config: Any, quantized: bool, device: str) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     if quantized:
-        linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.endswith(BF16)}
+        linears = {
+            name: m
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear) and not name.endswith(BF16)
+        }
         for name, linear in linears.items():
             model.set_submodule(name, random_nvfp4(linear))
         print(f"{len(linears)} linears are NVFP4", flush=True)
@@ -62,17 +70,30 @@ def seconds(model: Any, ids: torch.Tensor, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--changes", default="{}", help="JSON of the model's configuration, for another shape")
-    parser.add_argument("--tiny", type=Path, default=serve_9b.HERE.parent.parent / "annie_quant/assets/tiny-annie")
+    parser.add_argument(
+        "--changes", default="{}", help="JSON of the model's configuration, for another shape"
+    )
+    parser.add_argument(
+        "--tiny", type=Path, default=serve_9b.HERE.parent.parent / "annie_quant/assets/tiny-annie"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         changes = serve_9b.SHAPES["9b"] | json.loads(args.changes)
-        config = AutoConfig.from_pretrained(serve_9b.write_config(Path(folder), args.tiny, False, changes))
-        models = {"bf16": build(config, False, args.device), "ours": build(config, True, args.device)}
-        ids = torch.randint(2, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(args.device)
+        config = AutoConfig.from_pretrained(
+            serve_9b.write_config(Path(folder), args.tiny, False, changes)
+        )
+        models = {
+            "bf16": build(config, False, args.device),
+            "ours": build(config, True, args.device),
+        }
+        ids = torch.randint(2, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(
+            args.device
+        )
         times: dict[str, list[float]] = {name: [] for name in models}
         for name, model in models.items():
             begin = time.perf_counter()
@@ -86,7 +107,9 @@ def main() -> None:
         for name, values in times.items():
             mean, half = serve_9b.interval(values)
             print(f"{name}: {mean:.3f} +- {half:.3f} ms per token (n = {len(values)})", flush=True)
-        mean, half = serve_9b.interval([a / b for a, b in zip(times["ours"], times["bf16"], strict=True)])
+        mean, half = serve_9b.interval(
+            [a / b for a, b in zip(times["ours"], times["bf16"], strict=True)]
+        )
         print(f"ours / bf16: {mean:.3f} +- {half:.3f}", flush=True)
 
 

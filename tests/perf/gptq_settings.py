@@ -29,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--strategy", default="gptq")
     parser.add_argument("--settings", required=True, help="NAME=VALUE,... separated by semicolons")
@@ -38,7 +40,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="calibration conversations")
     parser.add_argument("--answers", type=int, default=120, help="held-out answers")
     parser.add_argument("--numerics", default=",".join(peers.NUMERICS))
-    parser.add_argument("--table", action="store_true", help="print the comparison of the finished runs and stop")
+    parser.add_argument(
+        "--table", action="store_true", help="print the comparison of the finished runs and stop"
+    )
     arguments = parser.parse_args()
     settings, file = arguments.settings.split(";"), arguments.output / "settings.jsonl"
     if not arguments.table:
@@ -54,7 +58,9 @@ def run_model(name: str, settings: list[str], file: Path, arguments: argparse.Na
     output, strategy = arguments.output, arguments.strategy
     finished = {(r["model"], r["seed"], r["strategy"], r["setting"]) for r in peers.stored(file)}
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    todo = [(seed, s) for seed in seeds for s in settings if (name, seed, strategy, s) not in finished]
+    todo = [
+        (seed, s) for seed in seeds for s in settings if (name, seed, strategy, s) not in finished
+    ]
     if not todo:
         return
     source, gate = peers.source_of(name, output), output / "gate.jsonl"
@@ -78,7 +84,13 @@ def run_model(name: str, settings: list[str], file: Path, arguments: argparse.Na
             **options,
         )
         seconds = time.process_time() - start
-        line = {"model": name, "seed": seed, "strategy": strategy, "setting": setting, "cpu_s": round(seconds, 2)}
+        line = {
+            "model": name,
+            "seed": seed,
+            "strategy": strategy,
+            "setting": setting,
+            "cpu_s": round(seconds, 2),
+        }
         for kind in arguments.numerics.split(","):
             line |= held_out.compare(target, kind)
         with file.open("a") as stream:
@@ -89,13 +101,19 @@ def run_model(name: str, settings: list[str], file: Path, arguments: argparse.Na
 def comparison(file: Path, strategy: str, settings: list[str]) -> str:
     """Return a table of each setting against the first, as quantize_peers.py compares with a peer."""
     rows = [r for r in peers.stored(file) if r["strategy"] == strategy]
-    by_setting = {s: {(r["model"], r["seed"]): r for r in rows if r["setting"] == s} for s in settings}
+    by_setting = {
+        s: {(r["model"], r["seed"]): r for r in rows if r["setting"] == s} for s in settings
+    }
     names = (*peers.FIGURES, "cpu_s")
-    lines = ["| setting, first | pairs | " + " | ".join(f"{n}: lower, ratio, p" for n in names) + " |"]
+    lines = [
+        "| setting, first | pairs | " + " | ".join(f"{n}: lower, ratio, p" for n in names) + " |"
+    ]
     lines.append("|---" * (len(names) + 2) + "|")
     first = by_setting[settings[0]]
     for setting in settings[1:]:
-        pairs = [(by_setting[setting][key], first[key]) for key in first if key in by_setting[setting]]
+        pairs = [
+            (by_setting[setting][key], first[key]) for key in first if key in by_setting[setting]
+        ]
         if pairs:
             cells = [compared(pairs, name) for name in names]
             lines.append(f"| {setting}, {settings[0]} | {len(pairs)} | " + " | ".join(cells) + " |")

@@ -31,13 +31,17 @@ WAYS = {"whole": lambda layer: None, "staged": layer_stages.blocks_of}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", default=",".join(peers.MODELS))
     parser.add_argument("--seeds", default="3,4,5", help="of the calibration conversations")
     parser.add_argument("--samples", type=int, default=64, help="calibration conversations")
     parser.add_argument("--answers", type=int, default=200, help="held-out answers")
-    parser.add_argument("--table", type=Path, help="print the comparison of a finished file and stop")
+    parser.add_argument(
+        "--table", type=Path, help="print the comparison of a finished file and stop"
+    )
     arguments = parser.parse_args()
     if arguments.table:
         print(comparison(arguments.table))
@@ -61,7 +65,12 @@ def main() -> None:
                 start = time.process_time()
                 samples = {"calib_data": conversations, "calib_samples": arguments.samples}
                 quantize.run("gptq", source, target, seed=seed, **samples)
-                line = {"model": name, "seed": seed, "way": way, "cpu_s": round(time.process_time() - start, 2)}
+                line = {
+                    "model": name,
+                    "seed": seed,
+                    "way": way,
+                    "cpu_s": round(time.process_time() - start, 2),
+                }
                 for kind in peers.NUMERICS:
                     line |= held_out[name].compare(target, kind)
                 with file.open("a") as stream:
@@ -74,7 +83,9 @@ def comparison(file: Path) -> str:
     """Return the ratios staged / whole over pairs of one model and seed, with 95 % intervals of their geometric means."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     ways = {way: {(r["model"], r["seed"]): r for r in rows if r["way"] == way} for way in WAYS}
-    pairs = [(ways["whole"][key], ways["staged"][key]) for key in ways["whole"] if key in ways["staged"]]
+    pairs = [
+        (ways["whole"][key], ways["staged"][key]) for key in ways["whole"] if key in ways["staged"]
+    ]
     lines = [f"{len(pairs)} pairs"]
     for figure in ("cpu_s", "w4a4_kl", "w4a16_kl"):
         logs = [math.log(staged[figure] / whole[figure]) for whole, staged in pairs]

@@ -55,11 +55,17 @@ def read_plan(text: str) -> dict[str, Job]:
             continue
         parts = [part.strip() for part in line.split("|", 3)]
         if len(parts) != 4 or not parts[1].replace(".", "", 1).isdigit():
-            raise SystemExit(f"line {number} of the plan: expected name | GB | needs | command, got {line!r}")
+            raise SystemExit(
+                f"line {number} of the plan: expected name | GB | needs | command, got {line!r}"
+            )
         name = parts[0].removeprefix("!")
         job = Job(name, float(parts[1]), tuple(parts[2].split()), parts[3], name != parts[0])
         if job.name in jobs or (unknown := [n for n in job.needs if n not in jobs]):
-            why = "its name is taken" if job.name in jobs else f"no job before it is {', '.join(unknown)}"
+            why = (
+                "its name is taken"
+                if job.name in jobs
+                else f"no job before it is {', '.join(unknown)}"
+            )
             raise SystemExit(f"line {number} of the plan, {job.name}: {why}")
         jobs[job.name] = job
     return jobs
@@ -76,7 +82,9 @@ def chosen(jobs: dict[str, Job], pattern: str) -> list[Job]:
 class Queue:
     """Runs jobs; `left` are those that did not start."""
 
-    def __init__(self, jobs: Iterable[Job], out: Path, gpus: list[str], gigabytes: float, most: int) -> None:
+    def __init__(
+        self, jobs: Iterable[Job], out: Path, gpus: list[str], gigabytes: float, most: int
+    ) -> None:
         """gigabytes, most: of each GPU, and jobs at a time there."""
         self.out, self.gpus, self.gigabytes, self.most = out, gpus, gigabytes, most
         for folder in ("log", "done"):
@@ -109,8 +117,13 @@ class Queue:
                 continue
             if (gpu := self.room(job)) is not None:
                 log = (self.out / "log" / job.name).open("wb")
-                command, setting = ["bash", "-c", job.command], environment() | {"CUDA_VISIBLE_DEVICES": gpu}
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=setting)
+                command, setting = (
+                    ["bash", "-c", job.command],
+                    environment() | {"CUDA_VISIBLE_DEVICES": gpu},
+                )
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=setting
+                )
                 self.left.remove(job)
                 self.running[job] = process, time.monotonic(), gpu
                 self.say(f"start {job.name}, GPU {gpu}")
@@ -124,7 +137,9 @@ class Queue:
             process, began, _ = self.running.pop(job)
             lines = (self.out / "log" / job.name).read_text(errors="replace").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "")
-            self.say(f"end   {job.name}, exit {process.returncode}, {time.monotonic() - began:.0f} s: {last[-120:]}")
+            self.say(
+                f"end   {job.name}, exit {process.returncode}, {time.monotonic() - began:.0f} s: {last[-120:]}"
+            )
             if process.returncode == 0:
                 (self.out / "done" / job.name).touch()
         return bool(ended)
@@ -142,29 +157,47 @@ class Queue:
             self.say(f"{done} of {total} ended, {len(self.running)} running")
         for job in self.left:
             missing = [name for name in job.needs if not self.succeeded(name)]
-            self.say(f"left out: {job.name} ({', '.join(missing) + ' is missing' if missing else 'too large'})")
+            self.say(
+                f"left out: {job.name} ({', '.join(missing) + ' is missing' if missing else 'too large'})"
+            )
         return sum(not self.succeeded(job.name) for job in self.jobs)
 
 
 def environment() -> dict[str, str]:
     few = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "2")
-    return os.environ | few | {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return (
+        os.environ
+        | few
+        | {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--plan", type=Path, default=HERE / "gpu_rows.txt")
     parser.add_argument("--only", default=".*", metavar="REGEX", help="names")
     parser.add_argument("--vllm", default=sys.executable, help="the python of vLLM's environment")
-    parser.add_argument("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES", "0"), metavar="0,1")
+    parser.add_argument(
+        "--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES", "0"), metavar="0,1"
+    )
     parser.add_argument("--gb", type=float, default=134, help="memory of one GPU")
-    parser.add_argument("--jobs", type=int, default=7, help="at a time on one GPU, at most; those of 0 GB do not count")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=7,
+        help="at a time on one GPU, at most; those of 0 GB do not count",
+    )
     parser.add_argument("--list", action="store_true")
     a = parser.parse_args()
     folders = {"models": a.models.resolve(), "out": a.out.resolve(), "perf": HERE}
-    values = {name: str(folder) for name, folder in folders.items()} | {"python": sys.executable, "vllm": a.vllm}
+    values = {name: str(folder) for name, folder in folders.items()} | {
+        "python": sys.executable,
+        "vllm": a.vllm,
+    }
     jobs = chosen(read_plan(expanded(a.plan.read_text(), values)), a.only)
     if a.list:
         print("\n".join(f"{job.name}: {job.command}" for job in jobs))

@@ -30,12 +30,18 @@ from annie_quant.quantize.rounding import Method, round_head
 
 def nearest(folder: ModelFolder) -> nvfp4.Tensor:
     """Return the head, each block's scale from its largest value."""
-    weight = np.concatenate([np.asarray(piece, np.float32) for piece in folder.rows(weight_name(folder, HEAD))])
-    return nvfp4.pack(weight, tensor_scale=float(nvfp4.tensor_scale(float(abs(weight).max()))), group=GROUP)
+    weight = np.concatenate(
+        [np.asarray(piece, np.float32) for piece in folder.rows(weight_name(folder, HEAD))]
+    )
+    return nvfp4.pack(
+        weight, tensor_scale=float(nvfp4.tensor_scale(float(abs(weight).max()))), group=GROUP
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--samples", type=int, default=96)
@@ -46,13 +52,29 @@ def main() -> None:
     print("| draw | | KL, at decisions, flips there | the same | s |\n|---|---|---|---|---|")
     for draw in map(int, a.draws.split(",")):
         learned, held = drawn(a.model, rows, draw, a.samples, a.held)
-        trial = kl_trial.Trial(folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False))
-        show(draw, "nearest", trial, QuantizationPlan({HEAD: W4A16}, packed={HEAD: nearest(folder)}), 0)
+        trial = kl_trial.Trial(
+            folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False)
+        )
+        show(
+            draw,
+            "nearest",
+            trial,
+            QuantizationPlan({HEAD: W4A16}, packed={HEAD: nearest(folder)}),
+            0,
+        )
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as work:
             answers = [Row(s.prompt, s.answer) for s in learned]
-            packed = round_head(trial, answers, Method().damping, "sweep", Path(work) / "head", SILENT)
-        show(draw, "best", trial, QuantizationPlan({HEAD: W4A16}, packed={HEAD: packed}), time.monotonic() - start)
+            packed = round_head(
+                trial, answers, Method().damping, "sweep", Path(work) / "head", SILENT
+            )
+        show(
+            draw,
+            "best",
+            trial,
+            QuantizationPlan({HEAD: W4A16}, packed={HEAD: packed}),
+            time.monotonic() - start,
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ from annie_quant.quantize.strategy import Job
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--conversations", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=64, help="conversations")
@@ -46,13 +48,22 @@ def main() -> None:
         row = by_block[layer_of(unit), in_layer(unit).partition(".")[0]]
         row[0] += nats
         row[1] += sum(weights[n] for n in units[unit])
-    print("| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|")
+    print(
+        "| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|"
+    )
     for (layer, block), (nats, count) in by_block.items():
-        print(f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |")
+        print(
+            f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |"
+        )
     trial = Trial(folder, answers_to_score(samples, mixed_formats.TOKENS))
-    plans = QuantizationPlan(dict.fromkeys(chosen, NVFP4), trial.largest_inputs(chosen)), QuantizationPlan({})
+    plans = (
+        QuantizationPlan(dict.fromkeys(chosen, NVFP4), trial.largest_inputs(chosen)),
+        QuantizationPlan({}),
+    )
     together, unchanged = (float(trial.shares(plan)[:, :2].sum()) for plan in plans)
-    print(f"sum {1e3 * total:.2f}, all at once {1e3 * (together - unchanged):.2f}, 1e-3 nats per token")
+    print(
+        f"sum {1e3 * total:.2f}, all at once {1e3 * (together - unchanged):.2f}, 1e-3 nats per token"
+    )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,15 @@ from annie_quant.offline.prompts import Template, conversation_answers
 def scores(model: torch.nn.Module, rows: list[Row]) -> dict[int, torch.Tensor]:
     """Return row -> log-probabilities of its answer's positions [tokens, vocabulary]."""
     with torch.inference_mode():
-        return {i: torch.log_softmax(logits.float(), -1) for i, logits in Engine(model).scores(rows)}
+        return {
+            i: torch.log_softmax(logits.float(), -1) for i, logits in Engine(model).scores(rows)
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--conversations", type=Path, required=True)
@@ -35,7 +39,10 @@ def main() -> None:
     parser.add_argument("--factors", default="1,2,4,8")
     arguments = parser.parse_args()
     conversations = read_conversations(arguments.conversations, arguments.samples)
-    rows = [Row(a.prompt, a.target) for a in conversation_answers(Template(arguments.source), conversations)]
+    rows = [
+        Row(a.prompt, a.target)
+        for a in conversation_answers(Template(arguments.source), conversations)
+    ]
     source = scores(load(arguments.source, cache="float32", dtype=torch.float32), rows)
     model = load(arguments.checkpoint, cache="float32", dtype=torch.float32)
     linears = [linear for linear in nvfp4_linears(model).values() if linear.has_input_scale]

@@ -53,7 +53,13 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     rows = json.loads(args.prompts.read_text())
     document: dict[str, Any] = {"kernel": kernel_name(model_of(llm)), "mode": args.mode, "cuts": {}}
-    print(document["kernel"], "ready", round(args.seconds - (end - time.monotonic()), 1), "s", flush=True)
+    print(
+        document["kernel"],
+        "ready",
+        round(args.seconds - (end - time.monotonic()), 1),
+        "s",
+        flush=True,
+    )
     for cut in [int(c) for c in args.cuts.split(",") if c]:
         answers = document["cuts"][str(cut)] = {}
         for start in range(0, len(rows), cut):
@@ -82,7 +88,17 @@ def run(args: argparse.Namespace) -> None:
                 f.write(json.dumps({"chunk": chunk, "streams": streams, "tokens": tokens}) + "\n")
                 f.flush()
                 seconds = round(time.monotonic() - begin, 1)
-                print("chunk", chunk, streams, "streams,", args.steps, "steps in", seconds, "s", flush=True)
+                print(
+                    "chunk",
+                    chunk,
+                    streams,
+                    "streams,",
+                    args.steps,
+                    "steps in",
+                    seconds,
+                    "s",
+                    flush=True,
+                )
 
 
 def answer(llm: Any, rows: list[dict[str, Any]], part: range) -> dict[str, Any]:
@@ -90,24 +106,41 @@ def answer(llm: Any, rows: list[dict[str, Any]], part: range) -> dict[str, Any]:
     from vllm import SamplingParams
 
     sampling = [
-        SamplingParams(temperature=0, max_tokens=rows[i]["max_tokens"], stop_token_ids=rows[i]["ends"], logprobs=4)
+        SamplingParams(
+            temperature=0,
+            max_tokens=rows[i]["max_tokens"],
+            stop_token_ids=rows[i]["ends"],
+            logprobs=4,
+        )
         for i in part
     ]
-    outputs = llm.generate([{"prompt_token_ids": rows[i]["prompt"]} for i in part], sampling, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": rows[i]["prompt"]} for i in part], sampling, use_tqdm=False
+    )
     result = {}
     for index, output in zip(part, outputs, strict=True):
         first = output.outputs[0]
-        best = [{int(t): round(e.logprob, 4) for t, e in position.items()} for position in first.logprobs or []]
+        best = [
+            {int(t): round(e.logprob, 4) for t, e in position.items()}
+            for position in first.logprobs or []
+        ]
         result[str(index)] = [list(first.token_ids), best]
     return result
 
 
-def without_end(llm: Any, rows: list[dict[str, Any]], chunk: int, streams: int, steps: int) -> list[list[int]]:
+def without_end(
+    llm: Any, rows: list[dict[str, Any]], chunk: int, streams: int, steps: int
+) -> list[list[int]]:
     """Return `steps` tokens of each of `streams` prompts, other ones per chunk."""
     from vllm import SamplingParams
 
-    sampling = [SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)] * streams
-    prompts = [rows[(chunk * STREAMS[0] + i) % len(rows)]["prompt"][chunk % 8 :][-64:] for i in range(streams)]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
+    ] * streams
+    prompts = [
+        rows[(chunk * STREAMS[0] + i) % len(rows)]["prompt"][chunk % 8 :][-64:]
+        for i in range(streams)
+    ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
@@ -147,14 +180,20 @@ def compare_steps(files: list[Path], against: list[Path]) -> dict[str, Any]:
 
     def read(paths: list[Path]) -> dict[tuple[int, int], list[list[int]]]:
         lines = [
-            line for path in paths if path.exists() for line in path.read_text().splitlines() if line.endswith("}")
+            line
+            for path in paths
+            if path.exists()
+            for line in path.read_text().splitlines()
+            if line.endswith("}")
         ]
         return {(row["chunk"], row["streams"]): row["tokens"] for row in map(json.loads, lines)}
 
     one, two = read(files), read(against)
     common = sorted(set(one) & set(two))
     return {
-        "decode_steps": {s: sum(len(one[key][0]) - 1 for key in common if key[1] == s) for s in STREAMS},
+        "decode_steps": {
+            s: sum(len(one[key][0]) - 1 for key in common if key[1] == s) for s in STREAMS
+        },
         "tokens": sum(len(stream) for key in common for stream in one[key]),
         "runs": len(common),
         "different": [key for key in common if one[key] != two[key]],
@@ -162,7 +201,9 @@ def compare_steps(files: list[Path], against: list[Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
     one.add_argument("checkpoint")
@@ -171,9 +212,13 @@ def main() -> None:
     one.add_argument("--kernel", choices=("marlin", "ours"), default="ours")
     one.add_argument("--mode", choices=("eager", "graphs", "compiled"), default="eager")
     one.add_argument("--seconds", type=float, default=120)
-    one.add_argument("--cuts", default="64", help="answers at a time; several: 64,48; empty: no answers")
     one.add_argument(
-        "--chunks", default="0", help="of generation without an end: FIRST:STOP:STEP, as of range; 0: none"
+        "--cuts", default="64", help="answers at a time; several: 64,48; empty: no answers"
+    )
+    one.add_argument(
+        "--chunks",
+        default="0",
+        help="of generation without an end: FIRST:STOP:STEP, as of range; 0: none",
     )
     one.add_argument("--steps", type=int, default=512, help="tokens of a chunk, less than 1,984")
     two = commands.add_parser("compare")

@@ -24,27 +24,43 @@ SHAPES = "12288x4096,4096x4096,24576x4096,4096x12288,10240x4096,8192x8192"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--checkpoint", type=Path, help="the shapes of this checkpoint, as servers merge its linears")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="the shapes of this checkpoint, as servers merge its linears",
+    )
     parser.add_argument("--tokens", default="1,4,16,64,256,2048")
     parser.add_argument("--repeats", type=int, default=stack_times.REPEATS)
     parser.add_argument("--seconds", type=float, default=60, help="after --go")
-    parser.add_argument("--humming", action="store_true", help="ours and humming's own layer (0.1.20), without vLLM")
+    parser.add_argument(
+        "--humming", action="store_true", help="ours and humming's own layer (0.1.20), without vLLM"
+    )
     parser.add_argument("--go", type=Path, help="prepare, then time when this file appears")
     args = parser.parse_args()
-    shapes = stack_times.served_shapes(args.checkpoint) if args.checkpoint else stack_times.read_shapes(args.shapes)
+    shapes = (
+        stack_times.served_shapes(args.checkpoint)
+        if args.checkpoint
+        else stack_times.read_shapes(args.shapes)
+    )
     tokens = [int(m) for m in args.tokens.split(",")]
     missing: dict[str, str] = {}
     if args.humming:
         name = f"humming {version('humming-kernels')}"
-        prepared = stack_times.prepare(shapes, tokens, {name: stack_times.HummingKernel(tokens)}, missing)
+        prepared = stack_times.prepare(
+            shapes, tokens, {name: stack_times.HummingKernel(tokens)}, missing
+        )
     else:
         from vllm.config import VllmConfig, set_current_vllm_config
 
         with set_current_vllm_config(VllmConfig()):
-            prepared = stack_times.prepare(shapes, tokens, stack_times.vllm_kernels(missing), missing)
+            prepared = stack_times.prepare(
+                shapes, tokens, stack_times.vllm_kernels(missing), missing
+            )
             print(f"vLLM takes {stack_times.choices()}", flush=True)
     for weight in prepared:
         print(f"{weight.n}x{weight.k}: differences from float64 {weight.differences}", flush=True)

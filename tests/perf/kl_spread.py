@@ -27,13 +27,20 @@ from annie_quant.offline.loading import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument(
-        "--gate", type=Path, default=Path("runs/gate.jsonl"), help="held-out conversations, made if missing"
+        "--gate",
+        type=Path,
+        default=Path("runs/gate.jsonl"),
+        help="held-out conversations, made if missing",
     )
-    parser.add_argument("--calibration", type=Path, help="conversations in which the words are counted")
+    parser.add_argument(
+        "--calibration", type=Path, help="conversations in which the words are counted"
+    )
     parser.add_argument("--samples", type=int, default=64, help="calibration conversations")
     parser.add_argument("--answers", type=int, default=120, help="held-out answers")
     parser.add_argument("--scales", default="1,0.93,1.07", help="factors of the input scales")
@@ -45,15 +52,28 @@ def main() -> None:
         generate("annie", teacher="offline", n=400, output=arguments.gate, seed=77, split="gate")
     held_out = peers.HeldOut.of(arguments.source, arguments.gate, arguments.answers)
     tokenizer = AutoTokenizer.from_pretrained(arguments.source)
-    with_word = [i for i, row in enumerate(held_out.rows) if has_word(str(tokenizer.decode(list(row.prompt))), words)]
-    about = {"answers": len(held_out.rows), "tokens": held_out.tokens, "answers_with_word": len(with_word)}
+    with_word = [
+        i
+        for i, row in enumerate(held_out.rows)
+        if has_word(str(tokenizer.decode(list(row.prompt))), words)
+    ]
+    about = {
+        "answers": len(held_out.rows),
+        "tokens": held_out.tokens,
+        "answers_with_word": len(with_word),
+    }
     about["tokens_with_word"] = sum(len(held_out.rows[i].target) for i in with_word)
     if arguments.calibration:
         rows = read_conversations(arguments.calibration, arguments.samples)
-        about["conversations_with_word"] = sum(has_word(json.dumps(row["messages"]), words) for row in rows)
+        about["conversations_with_word"] = sum(
+            has_word(json.dumps(row["messages"]), words) for row in rows
+        )
     print(json.dumps(about), flush=True)
     for checkpoint in arguments.checkpoints:
-        for numerics, factor in [("w4a16", 1.0), *(("w4a4", float(f)) for f in arguments.scales.split(","))]:
+        for numerics, factor in [
+            ("w4a16", 1.0),
+            *(("w4a4", float(f)) for f in arguments.scales.split(",")),
+        ]:
             kl, flips = divergences(held_out, checkpoint, numerics, factor)
             every = torch.cat(kl)
             line = {"checkpoint": checkpoint.name, "numerics": numerics, "scale": factor}
@@ -61,7 +81,9 @@ def main() -> None:
             line["flips"] = flips
             line["largest_five"] = round(float(every.topk(5).values.sum() / every.sum()), 3)
             line["median_kl"] = float(f"{float(every.median()):.3g}")
-            line["kl_with_word"] = round(sum(float(kl[i].sum()) for i in with_word) / held_out.tokens, 6)
+            line["kl_with_word"] = round(
+                sum(float(kl[i].sum()) for i in with_word) / held_out.tokens, 6
+            )
             print(json.dumps(line), flush=True)
 
 

@@ -48,7 +48,9 @@ def swapped(tensors: Tensors) -> None:
 
 def four_bit_head(tensors: Tensors) -> None:
     head = tensors["lm_head.weight"]
-    tensors["lm_head.weight"] = torch.from_numpy(nvfp4.fake_quant(head.float().numpy())).to(head.dtype)
+    tensors["lm_head.weight"] = torch.from_numpy(nvfp4.fake_quant(head.float().numpy())).to(
+        head.dtype
+    )
 
 
 FAULTS: dict[str, Callable[[Tensors], object]] = {
@@ -61,14 +63,18 @@ FAULTS: dict[str, Callable[[Tensors], object]] = {
 }
 
 
-def logprobs(engine: Engine, rows: list[Row], profile: Profile, order: SumOrder = USUAL) -> list[torch.Tensor]:
+def logprobs(
+    engine: Engine, rows: list[Row], profile: Profile, order: SumOrder = USUAL
+) -> list[torch.Tensor]:
     with emulate(engine.model, profile, order):
         scored = {i: torch.log_softmax(logits.double(), -1) for i, logits in engine.scores(rows)}
     return [scored[i] for i in range(len(rows))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--profile", default="llama.cpp-cpu")
     parser.add_argument("--served", action="store_true")
@@ -90,9 +96,15 @@ def main() -> None:
             rows = [Row(p, a.tokens) for p, a in zip(prompts, answers, strict=True)]
             steps = [a.logprobs for a in answers]
             if not arguments.served:
-                best = [x.topk(N_BEST) for x in logprobs(fingerprint.loaded(folder, None), rows, profile, SERVER_ORDER)]
+                best = [
+                    x.topk(N_BEST)
+                    for x in logprobs(fingerprint.loaded(folder, None), rows, profile, SERVER_ORDER)
+                ]
                 steps = [
-                    [dict(zip(i.tolist(), v.tolist(), strict=True)) for i, v in zip(t.indices, t.values, strict=True)]
+                    [
+                        dict(zip(i.tolist(), v.tolist(), strict=True))
+                        for i, v in zip(t.indices, t.values, strict=True)
+                    ]
                     for t in best
                 ]
         near = [[fingerprint.near_the_best(step) for step in answer] for answer in steps]
@@ -105,8 +117,14 @@ def main() -> None:
             )
         )  # fmt: skip
         served = np.array([v for answer in near for step in answer for v in step.values()])
-        difference, noise = np.abs(served - own).mean(), max(fingerprint.FLOOR, np.abs(other - own).mean())
-        print(f"{name:18s} {difference:.4f} nats, noise {noise:.4f}, ratio {difference / noise:.2f}", flush=True)
+        difference, noise = (
+            np.abs(served - own).mean(),
+            max(fingerprint.FLOOR, np.abs(other - own).mean()),
+        )
+        print(
+            f"{name:18s} {difference:.4f} nats, noise {noise:.4f}, ratio {difference / noise:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ HOG = "import numpy as np, time\na = np.ones(1 << 24)\nend = time.monotonic() + 
 def series(values, every_s=2.0):
     from annie_quant.bench.machine import Sample
 
-    return [Sample(time_unix_s=i * every_s, probe="p", probe_ms=float(v), took_s=0.01) for i, v in enumerate(values)]
+    return [
+        Sample(time_unix_s=i * every_s, probe="p", probe_ms=float(v), took_s=0.01)
+        for i, v in enumerate(values)
+    ]
 
 
 def noise(seconds: float) -> np.ndarray:
@@ -60,7 +63,9 @@ def simulate(values: np.ndarray, draws: int = 200) -> None:
         quiet[at : at + 10] *= 1.15
         spans = machine.unsteady(series(quiet))
         found += any(s.start_unix_s <= 2 * at + 18 and s.end_unix_s >= 2 * at for s in spans)
-    print(f"two hours: {marked} of {draws} quiet ones marked; 15 % for 20 s found in {found} of {draws}")
+    print(
+        f"two hours: {marked} of {draws} quiet ones marked; 15 % for 20 s found in {found} of {draws}"
+    )
 
 
 def plant(seconds: float, load: int, planted: list[float]) -> None:
@@ -70,7 +75,9 @@ def plant(seconds: float, load: int, planted: list[float]) -> None:
     hog = HOG if isinstance(new_probe(on_gpu=True), CpuProbe) else GPU_HOG
     time.sleep((seconds - LOAD_S) / 2)
     planted.append(time.time())
-    for process in [subprocess.Popen([sys.executable, "-c", hog.format(LOAD_S)], cwd=ROOT) for _ in range(load)]:
+    for process in [
+        subprocess.Popen([sys.executable, "-c", hog.format(LOAD_S)], cwd=ROOT) for _ in range(load)
+    ]:
         process.wait()
     planted.append(time.time())
 
@@ -80,7 +87,11 @@ def sampled(folder: Path, seconds: float, load: int) -> None:
     from annie_quant.bench import machine
 
     folder.mkdir(parents=True, exist_ok=True)
-    monitor, end, planted = machine.Monitor(folder, restart=True, on_gpu=True), time.monotonic() + seconds, []
+    monitor, end, planted = (
+        machine.Monitor(folder, restart=True, on_gpu=True),
+        time.monotonic() + seconds,
+        [],
+    )
     thread = threading.Thread(target=plant, args=(seconds, load, planted))
     thread.start()
     while time.monotonic() < end:
@@ -96,7 +107,9 @@ def report(state, samples, planted: list[float]) -> None:
     )
     print(f"cost {state.cost:.2%}, a change of {state.least_change:.1%} would be found")
     for span in state.spans:
-        print(f"  {span.start_unix_s - planted[0]:+.0f} to {span.end_unix_s - planted[0]:+.0f} s: {span.cause}")
+        print(
+            f"  {span.start_unix_s - planted[0]:+.0f} to {span.end_unix_s - planted[0]:+.0f} s: {span.cause}"
+        )
     for name, rows in (
         ("under the load", [s for s in samples if planted[0] <= s.time_unix_s <= planted[1]]),
         ("without it", [s for s in samples if not planted[0] <= s.time_unix_s <= planted[1]]),
@@ -133,7 +146,9 @@ def measured(folder: Path, seconds: float, load: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quiet", type=float, default=300)
     parser.add_argument("--seconds", type=float, default=150)

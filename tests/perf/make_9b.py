@@ -40,19 +40,25 @@ TEXT = zoo.CONFIG | {
     "mtp_num_hidden_layers": 1,
     "max_position_embeddings": 262144,
 }
-MIXTURE = TEXT | {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "model_type": "qwen3_5_moe_text",
-    "hidden_size": 2048,
-    "intermediate_size": 512,  # of the shared expert, for the shapes; the published config.json has no such field
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_key_value_heads": 2,
-    "mtp_num_hidden_layers": 0,
+MIXTURE = (
+    TEXT
+    | {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "intermediate_size": 512,  # of the shared expert, for the shapes; the published config.json has no such field
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_key_value_heads": 2,
+        "mtp_num_hidden_layers": 0,
+    }
+)
+VISION = {
+    "model.visual.patch_embed.proj.weight": (1152, 3, 2, 16, 16),
+    "model.visual.pos_embed.weight": (2304, 1152),
 }
-VISION = {"model.visual.patch_embed.proj.weight": (1152, 3, 2, 16, 16), "model.visual.pos_embed.weight": (2304, 1152)}
 BLOCK = 1 << 24
 
 
@@ -60,10 +66,18 @@ def mixture_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixture's tensors, with the merged experts of the published checkpoint."""
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
     plain = zoo.shapes(MIXTURE | {"layer_types": kinds})
-    count, width, hidden = MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"], MIXTURE["hidden_size"]
+    count, width, hidden = (
+        MIXTURE["num_experts"],
+        MIXTURE["moe_intermediate_size"],
+        MIXTURE["hidden_size"],
+    )
     named = {}
     for name, shape in plain.items():
-        deeper = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        deeper = (
+            name.replace("model.", "model.language_model.", 1)
+            if name.startswith("model.")
+            else name
+        )
         named[deeper.replace(".mlp.", ".mlp.shared_expert.")] = shape
     for i in range(layers):
         base = f"model.language_model.layers.{i}.mlp"
@@ -81,7 +95,8 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
     plain = zoo.shapes(TEXT | {"layer_types": kinds})
     named = {
-        n.replace("model.", "model.language_model.", 1) if n.startswith("model.") else n: s for n, s in plain.items()
+        n.replace("model.", "model.language_model.", 1) if n.startswith("model.") else n: s
+        for n, s in plain.items()
     }
     return named | VISION
 
@@ -102,9 +117,15 @@ def make(folder: Path, layers: int, shard_bytes: int = 5_000_000_000, mixture: b
     write(folder, plan, shard_bytes)
     text = (MIXTURE if mixture else TEXT) | {
         "num_hidden_layers": layers,
-        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+        "layer_types": [
+            "full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)
+        ],
     }
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
     if mixture:
         config |= {"architectures": MIXTURE["architectures"], "model_type": "qwen3_5_moe"}
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -30,7 +30,13 @@ from torch.nn import functional  # noqa: E402
 
 from annie_quant import data  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
-from annie_quant.quantize.calibration_samples import PADDING, PROMPT, CalibrationSample, padded, samples_of_rows  # noqa: E402
+from annie_quant.quantize.calibration_samples import (  # noqa: E402
+    PADDING,
+    PROMPT,
+    CalibrationSample,
+    padded,
+    samples_of_rows,
+)
 
 CHUNK = 64
 WARM_UP = 10
@@ -47,7 +53,9 @@ class Overlay(nn.Module):
         return self.linear(x) + (x @ self.a.t()) @ self.b.t()
 
 
-def delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any) -> tuple[torch.Tensor, None]:
+def delta_rule(
+    query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
     """Return the gated delta rule's outputs [B, T, H, Dv] in a form with a gradient (offline/deltanet.py has the definition)."""
     query, key = (functional.normalize(x, dim=-1, eps=1e-6) for x in (query, key))
     batch, steps, heads, dk = key.shape
@@ -57,13 +65,21 @@ def delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any) ->
         x = functional.pad(x.transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
         return x.reshape(batch, heads, -1, CHUNK, *x.shape[3:])
 
-    q, k, v, decay, b = chunks(query) * dk**-0.5, chunks(key), chunks(value), chunks(g).cumsum(-1), chunks(beta)
+    q, k, v, decay, b = (
+        chunks(query) * dk**-0.5,
+        chunks(key),
+        chunks(value),
+        chunks(g).cumsum(-1),
+        chunks(beta),
+    )
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
     k_beta = k * b.unsqueeze(-1)
     lower = ((k_beta @ k.transpose(-1, -2)) * between).tril(-1) + torch.eye(CHUNK)
     right = torch.cat((v * b.unsqueeze(-1), k_beta * decay.exp().unsqueeze(-1)), -1)
-    u, w = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split((v.shape[-1], dk), -1)
+    u, w = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split(
+        (v.shape[-1], dk), -1
+    )
     within = (q @ k.transpose(-1, -2)) * between
     state, outputs = q.new_zeros(batch, heads, dk, v.shape[-1]), []
     for c in range(v.shape[2]):
@@ -72,10 +88,14 @@ def delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any) ->
         last = decay[:, :, c, -1:]
         to_end = (last - decay[:, :, c]).exp().unsqueeze(-1)
         state = state * last.unsqueeze(-1).exp() + (k[:, :, c] * to_end).transpose(-1, -2) @ new
-    return torch.stack(outputs, 2).reshape(batch, heads, -1, v.shape[-1])[:, :, :steps].transpose(1, 2), None
+    return torch.stack(outputs, 2).reshape(batch, heads, -1, v.shape[-1])[:, :, :steps].transpose(
+        1, 2
+    ), None
 
 
-def add_overlays(model: Any, rank: int, seed: int, target: Mapping[str, torch.Tensor]) -> list[nn.Parameter]:
+def add_overlays(
+    model: Any, rank: int, seed: int, target: Mapping[str, torch.Tensor]
+) -> list[nn.Parameter]:
     """Put an overlay on every linear of the layers, and return the trained parameters.
 
     target: weights of the model towards which the overlays start, by name; without them they start with B = 0.
@@ -88,10 +108,14 @@ def add_overlays(model: Any, rank: int, seed: int, target: Mapping[str, torch.Te
     linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and "layers." in n]
     for name, linear in linears:
         parent, _, leaf = name.rpartition(".")
-        a = torch.randn(rank, linear.in_features, generator=generator) / math.sqrt(linear.in_features)
+        a = torch.randn(rank, linear.in_features, generator=generator) / math.sqrt(
+            linear.in_features
+        )
         b = torch.zeros(linear.out_features, rank)
         if target:
-            u, s, vh = torch.linalg.svd(target[f"{name}.weight"].float() - linear.weight, full_matrices=False)
+            u, s, vh = torch.linalg.svd(
+                target[f"{name}.weight"].float() - linear.weight, full_matrices=False
+            )
             a, b = s[:rank, None].sqrt() * vh[:rank], u[:, :rank] * s[:rank].sqrt()
         setattr(model.get_submodule(parent), leaf, Overlay(linear, a.contiguous(), b.contiguous()))
     return [p for p in model.parameters() if p.requires_grad]
@@ -123,7 +147,9 @@ def train(
     begin = time.monotonic()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = (
+                rate * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         start = int(torch.randint(0, len(samples) - rows + 1, (), generator=generator))
         loss = loss_of(model, samples[start : start + rows])
         optimizer.zero_grad()
@@ -132,7 +158,8 @@ def train(
         optimizer.step()
         if step % 20 == 0 or step == steps - 1:
             print(
-                f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {time.monotonic() - begin:.0f} s", flush=True
+                f"step {step} of {steps}, loss {float(loss.detach()):.4f}, {time.monotonic() - begin:.0f} s",
+                flush=True,
             )
 
 
@@ -146,7 +173,9 @@ def merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rank", type=int, default=2)
@@ -163,12 +192,18 @@ def main() -> None:
     folder = save_variant("base", arguments.output)
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"
-        data.generate("annie", n=arguments.conversations, output=rows, seed=arguments.seed, split="train")
-        samples = sorted(samples_of_rows(folder, read_conversations(rows)), key=lambda s: len(s.ids))
+        data.generate(
+            "annie", n=arguments.conversations, output=rows, seed=arguments.seed, split="train"
+        )
+        samples = sorted(
+            samples_of_rows(folder, read_conversations(rows)), key=lambda s: len(s.ids)
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target = {} if arguments.from_nothing else load_file(TINY_ANNIE / "model.safetensors")
     parameters = add_overlays(model, arguments.rank, arguments.seed, target)
-    train(model, samples, parameters, arguments.steps, arguments.rate, arguments.rows, arguments.seed)
+    train(
+        model, samples, parameters, arguments.steps, arguments.rate, arguments.rows, arguments.seed
+    )
     weights = load_file(folder / "model.safetensors")
     for name, weight in merged(model).items():
         weights[name] = weight.to(weights[name].dtype).contiguous()

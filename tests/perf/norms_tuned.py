@@ -42,7 +42,9 @@ def drawn(
     return text.samples_of_rows(model, parts[0]), text.samples_of_rows(model, parts[1])
 
 
-def show(draw: int, name: str, trial: kl_trial.Trial, plan: QuantizationPlan, seconds: float) -> None:
+def show(
+    draw: int, name: str, trial: kl_trial.Trial, plan: QuantizationPlan, seconds: float
+) -> None:
     cells = []
     for inputs in (True, False):
         kl, decisions, flips = trial.shares(plan, inputs).sum(0)
@@ -51,7 +53,9 @@ def show(draw: int, name: str, trial: kl_trial.Trial, plan: QuantizationPlan, se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--samples", type=int, default=64)
@@ -65,13 +69,21 @@ def main() -> None:
     for draw in map(int, arguments.draws.split(",")):
         learned, held = drawn(arguments.model, every, draw, arguments.samples, HELD)
         with tempfile.TemporaryDirectory() as work:
-            job = Job(arguments.model, Path(work) / "out", scale="sweep", seed=draw, work=Path(work) / "work")
+            job = Job(
+                arguments.model,
+                Path(work) / "out",
+                scale="sweep",
+                seed=draw,
+                work=Path(work) / "work",
+            )
             start = time.monotonic()
             plan = round_model(job, formats, learned, Method(), SILENT)
             rounded = time.monotonic()
             weights = norm_tuning.tuned_norms(job, plan, learned, 0.1, SILENT, Path(work) / "norms")
             tuned = time.monotonic()
-        trial = kl_trial.Trial(folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False))
+        trial = kl_trial.Trial(
+            folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False)
+        )
         show(draw, "gptq", trial, plan, rounded - start)
         show(draw, "norms tuned", trial, replace(plan, weights=weights), tuned - rounded)
 

@@ -25,7 +25,9 @@ from annie_quant.offline.prompts import Template
 def own_rows(model: Path, rows: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
     template = Template(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = Engine(load(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device))
+    engine = Engine(
+        load(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    )
     lasts = [max(i for i, m in enumerate(r["messages"]) if m["role"] == "assistant") for r in rows]
     prompts = [
         template.ids(template.render(r["messages"][:last], r.get("tools"), bool(r.get("thinking"))))
@@ -37,12 +39,16 @@ def own_rows(model: Path, rows: list[dict[str, Any]], max_tokens: int) -> list[d
         if not answer.finished:
             continue
         text = template.tokenizer.decode(answer.tokens, skip_special_tokens=False)
-        result.append({**row, "messages": [*row["messages"][:last], {"role": "assistant", "content": text}]})
+        result.append(
+            {**row, "messages": [*row["messages"][:last], {"role": "assistant", "content": text}]}
+        )
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("rows", type=Path)
     parser.add_argument("output", type=Path)

@@ -23,9 +23,16 @@ import own_files  # noqa: E402
 
 def timed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     before, start = os.times(), time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "annie_quant", *arguments], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "annie_quant", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     print(
         f"{arguments[0]}: {time.monotonic() - start:.1f} s, {used:.1f} s of processor time, exit {done.returncode}",
         flush=True,
@@ -36,7 +43,9 @@ def timed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="to be made")
     parser.add_argument("--strategy", default="gptq")
     arguments = parser.parse_args()
@@ -45,11 +54,31 @@ def main() -> None:
     own_files.write_logs(arguments.folder)
     folder, rows = arguments.folder, "mine/calibration.jsonl"
     timed(
-        folder, "init", "--prompt", "prompt.txt", "--tools", "tools.json", "--logs", "chats.jsonl", "--output", "mine"
+        folder,
+        "init",
+        "--prompt",
+        "prompt.txt",
+        "--tools",
+        "tools.json",
+        "--logs",
+        "chats.jsonl",
+        "--output",
+        "mine",
     )
-    quantize = ("--strategy", arguments.strategy, "--model", "unseen", "--calib-data", rows, "--persona", "mine")
+    quantize = (
+        "--strategy",
+        arguments.strategy,
+        "--model",
+        "unseen",
+        "--calib-data",
+        rows,
+        "--persona",
+        "mine",
+    )
     timed(folder, "quantize", *quantize, "--output", "quantized")
-    done = timed(folder, "eval", "quantized", "--reference", "unseen", "--persona", "mine", "--json")
+    done = timed(
+        folder, "eval", "quantized", "--reference", "unseen", "--persona", "mine", "--json"
+    )
     print(json.loads(done.stdout)["verdict"]["sentence"])
 
 

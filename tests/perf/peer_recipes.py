@@ -52,7 +52,9 @@ def use_faster_deltanet() -> None:
             return theirs(query, key, value, **options)
         repeats = value.shape[2] // key.shape[2]
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
-        with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
+        with torch.autocast(
+            query.device.type, enabled=False
+        ):  # AutoRound's; the rule chooses each product's precision
             return deltanet.gated_delta_rule(query, key, value, **options)
 
     modeling.torch_chunk_gated_delta_rule = rule
@@ -68,7 +70,11 @@ def use_causal_attention() -> None:
     theirs = torch.nn.functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-        if attn_mask is not None and not attn_mask.dtype.is_floating_point and attn_mask.dtype != torch.bool:
+        if (
+            attn_mask is not None
+            and not attn_mask.dtype.is_floating_point
+            and attn_mask.dtype != torch.bool
+        ):
             attn_mask, options["is_causal"] = None, True
         return theirs(query, key, value, attn_mask=attn_mask, **options)
 
@@ -106,14 +112,20 @@ def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if not torch.cuda.is_available():
-        torch.Tensor.pin_memory = lambda tensor: tensor  # AWQ pins its inputs, which torch refuses without a GPU
+        torch.Tensor.pin_memory = lambda tensor: (
+            tensor
+        )  # AWQ pins its inputs, which torch refuses without a GPU
     gptq = {"targets": "Linear", "scheme": "NVFP4", "ignore": list(UNQUANTIZED)}
-    recipe = [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)] if awq else [GPTQModifier(**gptq)]
+    recipe = (
+        [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)]
+        if awq
+        else [GPTQModifier(**gptq)]
+    )
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
-            arguments.device
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype
+        ).to(arguments.device)
         ids = [torch.tensor(batch) for batch in batches(arguments.text, arguments.batch)]
         loader = torch.utils.data.DataLoader(
             [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids], batch_size=None
@@ -145,10 +157,19 @@ def use_rounding_without_triton() -> None:
     from annie_quant.offline.codec import fake_quant, to_e2m1
 
     def rounded(
-        x: Any, amax: Any, global_amax: Any, quantize: bool = True, largest: float = 448.0, dtype: Any = None
+        x: Any,
+        amax: Any,
+        global_amax: Any,
+        quantize: bool = True,
+        largest: float = 448.0,
+        dtype: Any = None,
     ) -> Any:
         unit = global_amax.float() / 6 / largest
-        scale = (amax.float() / 6 / unit).to(torch.float8_e4m3fn).float() * unit if quantize else amax.float() / 6
+        scale = (
+            (amax.float() / 6 / unit).to(torch.float8_e4m3fn).float() * unit
+            if quantize
+            else amax.float() / 6
+        )
         blocks = x.float().reshape(amax.numel(), -1)
         scale = scale.reshape(-1, 1)
         values = to_e2m1(blocks / scale.clamp_min(1e-30)) * scale
@@ -157,7 +178,9 @@ def use_rounding_without_triton() -> None:
     def rounded_inputs(_: Any, inputs: Any, block_size: int, amax: Any, *options: Any) -> Any:
         return fake_quant(inputs, float(amax.max()) / LARGEST_NVFP4, block_size)
 
-    tensor_quant.triton_kernel = types.SimpleNamespace(IS_AVAILABLE=True, static_blockwise_fp4_fake_quant=rounded)
+    tensor_quant.triton_kernel = types.SimpleNamespace(
+        IS_AVAILABLE=True, static_blockwise_fp4_fake_quant=rounded
+    )
     tensor_quant._dynamic_block_quantize_forward = rounded_inputs
 
 
@@ -172,13 +195,14 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
         use_rounding_without_triton()
     config = getattr(mtq, preset)
     config["quant_cfg"] += [
-        {"quantizer_name": f"*{part}*", "enable": False} for part in ("lm_head", "in_proj_a.", "in_proj_b.")
+        {"quantizer_name": f"*{part}*", "enable": False}
+        for part in ("lm_head", "in_proj_a.", "in_proj_b.")
     ]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
-            arguments.device
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype
+        ).to(arguments.device)
 
         def forward_loop(model: Any) -> None:
             with torch.inference_mode():
@@ -204,7 +228,10 @@ def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
 
     if arguments.device == "cpu":
         use_rounding_without_triton()
-    nvfp4, fp8 = mtq.NVFP4_DEFAULT_CFG["quant_cfg"][1]["cfg"], mtq.FP8_DEFAULT_CFG["quant_cfg"][1]["cfg"]
+    nvfp4, fp8 = (
+        mtq.NVFP4_DEFAULT_CFG["quant_cfg"][1]["cfg"],
+        mtq.FP8_DEFAULT_CFG["quant_cfg"][1]["cfg"],
+    )
     formats = [("*mlp.*", nvfp4, nvfp4), ("*attn.*", fp8, fp8), ("*lm_head*", nvfp4, None)]
     published: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for part, weight, inputs in formats:
@@ -216,10 +243,13 @@ def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
     ]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
-            arguments.device
-        )
-        ids = [torch.tensor(batch, device=arguments.device) for batch in batches(arguments.text, arguments.batch)]
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype
+        ).to(arguments.device)
+        ids = [
+            torch.tensor(batch, device=arguments.device)
+            for batch in batches(arguments.text, arguments.batch)
+        ]
 
         def forward_loop(model: Any) -> None:
             with torch.inference_mode():
@@ -229,7 +259,10 @@ def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
         if bits:
             model, _ = mtq.auto_quantize(
                 model,
-                constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
+                constraints={
+                    "effective_bits": bits,
+                    "cost": {"excluded_module_name_patterns": ["*lm_head*"]},
+                },
                 quantization_formats=[mtq.NVFP4_DEFAULT_CFG, mtq.FP8_DEFAULT_CFG],
                 data_loader=ids,
                 forward_step=lambda model, batch: model(batch, labels=batch, use_cache=False),
@@ -245,7 +278,9 @@ def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
     return work
 
 
-def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light: bool = False) -> Work:
+def auto_round(
+    arguments: argparse.Namespace, *, extension: bool = False, light: bool = False
+) -> Work:
     """Return AutoRound's NVFP4 scheme with its default 200 steps, batches of 8, 128 sequences and learning rates.
 
     light: the settings of its `auto-round-light`, 50 steps with a learning rate of 0.005.
@@ -263,9 +298,9 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
         if tokenizer.pad_token_id is None:  # SmolLM2's; the mask hides it
             tokenizer.pad_token = tokenizer.eos_token
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
-            arguments.device
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype
+        ).to(arguments.device)
         sequences = [json.loads(line) for line in arguments.text.read_text().splitlines()]
         count = min(128, len(sequences) // 8 * 8)
         sequences = [sequences[i * len(sequences) // count] for i in range(count)]
@@ -279,7 +314,10 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
             model,
             tokenizer,
             scheme="NVFP4",
-            dataset=[{"input_ids": i, "attention_mask": m} for i, m in zip(ids.split(8), mask.split(8), strict=True)],
+            dataset=[
+                {"input_ids": i, "attention_mask": m}
+                for i, m in zip(ids.split(8), mask.split(8), strict=True)
+            ],
             iters=50 if light else 200,
             lr=5e-3 if light else None,
             nsamples=len(ids),
@@ -290,7 +328,9 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
             enable_alg_ext=extension,
         )
         rounder.quantize_and_save(str(arguments.output), format="llm_compressor")
-        for folder in [f for f in arguments.output.iterdir() if f.is_dir()]:  # it writes MODEL-nvfp-w4g16
+        for folder in [
+            f for f in arguments.output.iterdir() if f.is_dir()
+        ]:  # it writes MODEL-nvfp-w4g16
             for file in folder.iterdir():
                 file.rename(arguments.output / file.name)
             folder.rmdir()
@@ -322,7 +362,9 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("row", choices=RECIPES)
     parser.add_argument("model", type=Path)
     parser.add_argument("output", type=Path)
@@ -330,12 +372,20 @@ def main() -> None:
     parser.add_argument("--conversations", type=Path, required=True)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass of the peers")
     parser.add_argument(
-        "--faster-deltanet", action="store_true", help="in the peers' model: the same rule in fewer operations"
+        "--batch", type=int, default=8, help="sequences per forward pass of the peers"
     )
-    parser.add_argument("--dtype", default="auto", help="of the peers' model; ours computes small models in float32")
-    parser.add_argument("--device", default="cpu", help="of the peers' model; ours takes a GPU where there is one")
+    parser.add_argument(
+        "--faster-deltanet",
+        action="store_true",
+        help="in the peers' model: the same rule in fewer operations",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="of the peers' model; ours computes small models in float32"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="of the peers' model; ours takes a GPU where there is one"
+    )
     arguments = parser.parse_args()
     work = RECIPES[arguments.row](arguments)
     if arguments.faster_deltanet:

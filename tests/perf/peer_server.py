@@ -29,7 +29,10 @@ def application(options) -> web.Application:
     async def chat(request):
         received = time.monotonic()
         body = await request.json()
-        tokens = min(options.tokens, body.get("max_tokens") or body.get("max_completion_tokens") or options.tokens)
+        tokens = min(
+            options.tokens,
+            body.get("max_tokens") or body.get("max_completion_tokens") or options.tokens,
+        )
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
         head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": options.model}
@@ -53,12 +56,21 @@ def application(options) -> web.Application:
             await send(**choice({"content": " Tokyo" if index else "Tokyo"}))
         await send(**choice({}, "stop"))
         prompt = sum(len(str(message.get("content")).split()) for message in body["messages"])
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
         await send(choices=[], usage=usage)
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
         with Path(options.log).open("a", encoding="utf-8") as log:
-            log.write(json.dumps({"received": received, "stamps": stamps, "stream": bool(body.get("stream"))}) + "\n")
+            log.write(
+                json.dumps(
+                    {"received": received, "stamps": stamps, "stream": bool(body.get("stream"))}
+                )
+                + "\n"
+            )
         return reply
 
     app = web.Application()

@@ -97,12 +97,17 @@ class Sample(NamedTuple):
     def capped(self, workload: Workload) -> Workload:
         if self.max_tokens is None:
             return workload
-        cases = tuple(replace(c, max_tokens=min(self.max_tokens, workload.max_tokens_for(c))) for c in workload.cases)
+        cases = tuple(
+            replace(c, max_tokens=min(self.max_tokens, workload.max_tokens_for(c)))
+            for c in workload.cases
+        )
         return replace(workload, cases=cases)
 
 
 def write_prompts(path: Path, requests: Sequence[TurnRequest], ends: Sequence[int]) -> None:
-    rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests]
+    rows = [
+        {"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests
+    ]
     files.write_json(path, rows)
 
 
@@ -112,15 +117,27 @@ def without_end(tokens: Sequence[int], stopped: bool, ends: Sequence[int]) -> Co
 
 
 def offline(
-    work: Path, model: Path, folder: Path, sample: Sample, profiles: Sequence[str], device: str | None, alone: bool
+    work: Path,
+    model: Path,
+    folder: Path,
+    sample: Sample,
+    profiles: Sequence[str],
+    device: str | None,
+    alone: bool,
 ) -> None:
     """Compute and store the answers of the profiles that are not stored yet. alone: without the ensembles' further members."""
     output = work / "offline" / f"{folder.name}.{sample.n}.json"
-    stored = files.read_json(output) if output.exists() else {"members": {}, "noise": {}, "uncertain": {}, "seconds": 0}
+    stored = (
+        files.read_json(output)
+        if output.exists()
+        else {"members": {}, "noise": {}, "uncertain": {}, "seconds": 0}
+    )
     missing = [name for name in profiles if name not in stored["members"]]
     if not missing:
         return
-    job = EvaluationJob(checkpoint=folder, reference=model, cache=work / "cache", dtype="float32", device=device)
+    job = EvaluationJob(
+        checkpoint=folder, reference=model, cache=work / "cache", dtype="float32", device=device
+    )
     with open_pair(job) as pair:
         missing = [name for name in missing if name in profiles_of(pair.model)]
         if not missing:
@@ -133,7 +150,11 @@ def offline(
         if alone:
             for name in missing:
                 guess = served_answers(work, folder.name, sample.n, name, pair.template.end_tokens)
-                answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
+                answered = (
+                    [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)]
+                    if guess
+                    else reference
+                )
                 completions[name] = answers_alone(pair, name, answered)
         else:
             usual = ensemble.answers_of
@@ -150,12 +171,18 @@ def offline(
             finally:
                 ensemble.answers_of = usual
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
-            stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
-        stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}
+            stored["uncertain"] |= {
+                name: figures.n_uncertain for name, figures in result.ensemble.items()
+            }
+        stored["members"] |= {
+            key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()
+        }
         stored["seconds"] += time.monotonic() - start
         stored["device"] = pair.device
         stored["reference"] = [[c.tokens, c.finished] for _, c in reference]
-        stored["floor"] = [[c.tokens, c.finished] for _, c in ensemble.second_answers(pair, reference)]
+        stored["floor"] = [
+            [c.tokens, c.finished] for _, c in ensemble.second_answers(pair, reference)
+        ]
         files.write_json(output, stored)
 
 
@@ -172,7 +199,9 @@ def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list
     return [outcomes[i].completion for i in everything]
 
 
-def served_answers(work: Path, name: str, n: int, profile: str, ends: Sequence[int]) -> list[Completion]:
+def served_answers(
+    work: Path, name: str, n: int, profile: str, ends: Sequence[int]
+) -> list[Completion]:
     """Return the stored answers of a server that the profile predicts, [] without one, or where it lacks some."""
     for server in (s for s, predicted in SERVERS.items() if predicted == profile):
         for run in served_runs(work, name, server, n, ends).values():
@@ -184,10 +213,15 @@ def served_path(work: Path, name: str, server: str, n: int) -> Path:
     return work / "served" / f"{name}.{server}.{n}.jsonl"
 
 
-def served_runs(work: Path, name: str, server: str, n: int, ends: Sequence[int]) -> dict[str, dict[int, Completion]]:
+def served_runs(
+    work: Path, name: str, server: str, n: int, ends: Sequence[int]
+) -> dict[str, dict[int, Completion]]:
     """Return the stored answers of a server by cut and prompt."""
     cuts = read(served_path(work, name, server, n))
-    return {cut: {i: without_end(a[0], a[1], ends) for i, a in sorted(own.items())} for cut, own in cuts.items()}
+    return {
+        cut: {i: without_end(a[0], a[1], ends) for i, a in sorted(own.items())}
+        for cut, own in cuts.items()
+    }
 
 
 def ask_llama_cpp(
@@ -216,14 +250,18 @@ def ask_llama_cpp(
 
             def ask(i: int, slots: str = slots, url: str = server.url) -> None:
                 row = rows[i]
-                answer = complete(url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=reuse)
+                answer = complete(
+                    url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=reuse
+                )
                 log.add(slots, i, [answer["tokens"], answer["stop_type"] == "eos"])
 
             list(pool.map(ask, indices))
         log.write(cut=slots, answered=len(indices), seconds=round(time.monotonic() - begin, 1))
 
 
-def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, again: int | None, reuse: bool) -> None:
+def serve_llama_cpp(
+    work: Path, folder: Path, n: int, cuts: str, threads: int, again: int | None, reuse: bool
+) -> None:
     """Store the answers of llama.cpp with these numbers of slots."""
     from annie_quant import checkpoint
 
@@ -231,7 +269,9 @@ def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, a
     if not file.exists():
         checkpoint.convert(as_llama(folder, work), to="gguf", output=file, force=True)
     output = served_path(work, folder.name, "llama.cpp-cpu", n)
-    ask_llama_cpp(file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads, again, reuse)
+    ask_llama_cpp(
+        file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads, again, reuse
+    )
 
 
 def as_llama(folder: Path, work: Path) -> Path:
@@ -261,7 +301,17 @@ def ask_vllm(
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     program = Path(__file__).with_name("vllm_answers.py")
-    command: list[str | Path] = [python, program, folder, prompts, output, "--cuts", cuts, "--dtype", dtype]
+    command: list[str | Path] = [
+        python,
+        program,
+        folder,
+        prompts,
+        output,
+        "--cuts",
+        cuts,
+        "--dtype",
+        dtype,
+    ]
     command += [] if again is None else ["--again", str(again)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with output.with_suffix(".log").open("a") as log:
@@ -269,7 +319,13 @@ def ask_vllm(
 
 
 def serve_vllm(
-    work: Path, folder: Path, n: int, python: Path, kinds: Sequence[str], cuts: str, again: int | None
+    work: Path,
+    folder: Path,
+    n: int,
+    python: Path,
+    kinds: Sequence[str],
+    cuts: str,
+    again: int | None,
 ) -> None:
     """Store the answers of vLLM on this CPU: the checkpoint's W4A4, and the same declared W4A16; the bf16 model is W4A16."""
     has_scales = quantizes_activations(folder)
@@ -278,11 +334,16 @@ def serve_vllm(
         if numerics == "w4a4" and not has_scales:
             continue
         if numerics == "w4a16" and has_mixed_formats(folder):
-            print(f"{folder.name}: one declaration of W4A16 does not cover its FP8 linears; left out", flush=True)
+            print(
+                f"{folder.name}: one declaration of W4A16 does not cover its FP8 linears; left out",
+                flush=True,
+            )
             continue
         source = weight_only(folder, work) if numerics == "w4a16" and has_scales else folder
         output = served_path(work, folder.name, f"vllm-cpu-{kind}", n)
-        ask_vllm(python, source, work / f"prompts.{n}.json", output, cuts, dtype or "bfloat16", again)
+        ask_vllm(
+            python, source, work / f"prompts.{n}.json", output, cuts, dtype or "bfloat16", again
+        )
 
 
 def serve_transformers(work: Path, folder: Path, template: Template, sample: Sample) -> None:
@@ -293,7 +354,9 @@ def serve_transformers(work: Path, folder: Path, template: Template, sample: Sam
 
     output = served_path(work, folder.name, "transformers", sample.n)
     requests = sample.prompts(template)[1]
-    indices = [i for i in missing(output, "1", len(requests))["1"] if requests[i].workload.name in TOOLS]
+    indices = [
+        i for i in missing(output, "1", len(requests))["1"] if requests[i].workload.name in TOOLS
+    ]
     if not indices:
         return
     log = AnswerLog(output)
@@ -343,7 +406,9 @@ def declared_weight_only(text: str) -> str:
     return json.dumps(document, indent=2)
 
 
-def compare(work: Path, template: Template, sample: Sample, name: str, server: str, source: str) -> dict[str, Any]:
+def compare(
+    work: Path, template: Template, sample: Sample, name: str, server: str, source: str
+) -> dict[str, Any]:
     """Return the row of one checkpoint in one server. source: the bf16 model's name."""
     n = sample.n
     computed = files.read_json(work / "offline" / f"{name}.{n}.json")
@@ -362,7 +427,9 @@ def compare(work: Path, template: Template, sample: Sample, name: str, server: s
     asked, answers = [requests[i] for i in indices], list(first.values())
     whole = {c: [run[i] for i in indices] for c, run in runs.items() if run.keys() >= first.keys()}
     everything = Prompts(template, asked, reference, floor)
-    parted = [first_difference(a, b) for a, b in zip(members[profile], answers, strict=True) if a != b]
+    parted = [
+        first_difference(a, b) for a, b in zip(members[profile], answers, strict=True) if a != b
+    ]
     row = {
         "checkpoint": name,
         "server": server,
@@ -383,7 +450,9 @@ def compare(work: Path, template: Template, sample: Sample, name: str, server: s
             if a != b
         ],
     }  # fmt: skip
-    plain = next(iter(served_runs(work, source, server_of_bf16(server), n, template.end_tokens).values()), {})
+    plain = next(
+        iter(served_runs(work, source, server_of_bf16(server), n, template.end_tokens).values()), {}
+    )
     if plain.keys() >= first.keys():
         same_server = Prompts(template, asked, [plain[i] for i in indices], compares=False)
         offline_side = Prompts(template, asked, reference, compares=False)
@@ -418,7 +487,9 @@ def line(row: Mapping[str, Any]) -> str:
         low, high = min(offline_counts), max(offline_counts)
         inside = "" if low <= min(served_counts) and max(served_counts) <= high else " **outside**"
         span = f"{low}" if low == high else f"{low}–{high}"
-        gates.append(f"{gate} {'/'.join(map(str, served_counts))} ({span}; bf16 {n_passed}){inside}")
+        gates.append(
+            f"{gate} {'/'.join(map(str, served_counts))} ({span}; bf16 {n_passed}){inside}"
+        )
     cells = [
         row["checkpoint"],
         row["server"],
@@ -467,44 +538,78 @@ def checkpoint_of(strategy: str, work: Path, model: Path, samples: int) -> Path:
 
 def print_table(work: Path, model: Path, sample: Sample) -> int:
     """Print a row per checkpoint and server that both have answers; return how many verdicts are reversed."""
-    template, n, n_reversed = Template(model), sample.n, 0  # the checkpoints' own bf16 models have this template
+    template, n, n_reversed = (
+        Template(model),
+        sample.n,
+        0,
+    )  # the checkpoints' own bf16 models have this template
     print("| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER), sep="\n")
     for path in sorted((work / "served").glob(f"*.{n}.jsonl")):
-        name, server = next((path.name[: -len(f".{s}.{n}.jsonl")], s) for s in SERVERS if f".{s}.{n}." in path.name)
+        name, server = next(
+            (path.name[: -len(f".{s}.{n}.jsonl")], s) for s in SERVERS if f".{s}.{n}." in path.name
+        )
         computed = work / "offline" / f"{name}.{n}.json"
-        if not computed.exists() or SERVERS[server] not in files.read_json(computed)["members"] or not read(path):
+        if (
+            not computed.exists()
+            or SERVERS[server] not in files.read_json(computed)["members"]
+            or not read(path)
+        ):
             continue
         row = compare(work, template, sample, name, server, model.name)
         files.write_json(work / "rows" / f"{name}.{server}.{n}.json", row)
         print(line(row), flush=True)
-        n_reversed += [*row["agreement"], *row.get("bf16", {}).get("agreement", ())].count("reversed")
+        n_reversed += [*row["agreement"], *row.get("bf16", {}).get("agreement", ())].count(
+            "reversed"
+        )
     return n_reversed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "offline", "llama.cpp", "vllm", "transformers", "table"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "part", choices=("prompts", "offline", "llama.cpp", "vllm", "transformers", "table")
+    )
     parser.add_argument("checkpoints", nargs="*", help="strategies, or folders of checkpoints")
     parser.add_argument("--work", type=Path, default=Path("build/predict"))
     parser.add_argument("--model", type=Path, default=MODEL, help="the bf16 model")
-    parser.add_argument("--python", type=Path, help="the python of vLLM's environment (tests/integration/vllm_cpu.py)")
-    parser.add_argument("--n", type=int, default=30, help="prompts per gate")
-    parser.add_argument("--workloads", nargs="+", help="default: all single-turn ones of this package")
-    parser.add_argument("--max-tokens", type=int, help="cap on every answer, of all parts")
-    parser.add_argument("--alone", action="store_true", help="offline: the profiles without their ensembles")
     parser.add_argument(
-        "--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU, also w4a4-float32 and w4a16-float32"
+        "--python",
+        type=Path,
+        help="the python of vLLM's environment (tests/integration/vllm_cpu.py)",
+    )
+    parser.add_argument("--n", type=int, default=30, help="prompts per gate")
+    parser.add_argument(
+        "--workloads", nargs="+", help="default: all single-turn ones of this package"
+    )
+    parser.add_argument("--max-tokens", type=int, help="cap on every answer, of all parts")
+    parser.add_argument(
+        "--alone", action="store_true", help="offline: the profiles without their ensembles"
+    )
+    parser.add_argument(
+        "--kinds",
+        default="w4a4,w4a16",
+        help="of the checkpoint in vLLM on a CPU, also w4a4-float32 and w4a16-float32",
     )
     parser.add_argument("--threads", type=int, default=0, help="of llama.cpp; 0: its default")
     parser.add_argument("--reuse-prefixes", action="store_true", help="of prompts, by llama.cpp")
-    parser.add_argument("--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU")
-    parser.add_argument("--again", type=int, help="prompts that are asked again under the second cut; default: all")
+    parser.add_argument(
+        "--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU"
+    )
+    parser.add_argument(
+        "--again", type=int, help="prompts that are asked again under the second cut; default: all"
+    )
     parser.add_argument("--profiles", default=",".join(PROFILES))
-    parser.add_argument("--calib-samples", type=int, default=128, help="conversations, for strategies")
+    parser.add_argument(
+        "--calib-samples", type=int, default=128, help="conversations, for strategies"
+    )
     parser.add_argument("--device", default=None, help="of the offline evaluation")
     arguments = parser.parse_intermixed_args()
     work, n = arguments.work.resolve(), arguments.n
-    sample = Sample(n, tuple(arguments.workloads) if arguments.workloads else None, arguments.max_tokens)
+    sample = Sample(
+        n, tuple(arguments.workloads) if arguments.workloads else None, arguments.max_tokens
+    )
     work.mkdir(parents=True, exist_ok=True)
     if arguments.part == "prompts":
         template = Template(arguments.model)
@@ -517,15 +622,25 @@ def main() -> None:
             folder = checkpoint_of(item, work, arguments.model, arguments.calib_samples)
         if arguments.part == "offline":
             profiles = arguments.profiles.split(",")
-            offline(work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone)
+            offline(
+                work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone
+            )
         elif arguments.part == "llama.cpp":
             cuts = arguments.cuts or "8,1"
-            serve_llama_cpp(work, folder, n, cuts, arguments.threads, arguments.again, arguments.reuse_prefixes)
+            serve_llama_cpp(
+                work, folder, n, cuts, arguments.threads, arguments.again, arguments.reuse_prefixes
+            )
         elif arguments.part == "transformers":
             serve_transformers(work, folder, Template(arguments.model), sample)
         else:
             serve_vllm(
-                work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts or "16,1", arguments.again
+                work,
+                folder,
+                n,
+                arguments.python,
+                arguments.kinds.split(","),
+                arguments.cuts or "16,1",
+                arguments.again,
             )
         print(folder.name, arguments.part, "done", flush=True)
 

@@ -43,7 +43,9 @@ def bytes_per_token(file: Path) -> float:
     """Return the bytes of the tensors that every token reads."""
     sizes = {t.name: int(t.n_bytes) for t in gguf.GGUFReader(file).tensors}
     untied = "output.weight" in sizes
-    return float(sum(n for name, n in sizes.items() if not (untied and name == "token_embd.weight")))
+    return float(
+        sum(n for name, n in sizes.items() if not (untied and name == "token_embd.weight"))
+    )
 
 
 def read_again(file: Path) -> None:
@@ -55,7 +57,9 @@ def read_again(file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--depths", default="0,4096")
@@ -64,7 +68,9 @@ def main() -> None:
     a = parser.parse_args()
     depths = sorted(map(int, a.depths.split(",")))
     device = decode_speed.default_device()
-    print(f"device: {device.name}, {device.read_bytes_s / 1e9:.1f} GB/s, {1e6 * device.layer_s:.0f} us per layer\n")
+    print(
+        f"device: {device.name}, {device.read_bytes_s / 1e9:.1f} GB/s, {1e6 * device.layer_s:.0f} us per layer\n"
+    )
     print(
         "| file | depth | MB per token | predicted, ms | measured, ms (range) | error | bytes alone, GB/s |"
         "\n|---|---|---|---|---|---|---|"
@@ -72,10 +78,15 @@ def main() -> None:
     for file in a.files:
         folder = ModelFolder(a.folder)
         read = decode_speed.token_bytes(folder, bytes_per_token(file))
-        read = replace(read, work=Work(products(file), read_struct(AttentionShape, folder.text_config)))
+        read = replace(
+            read, work=Work(products(file), read_struct(AttentionShape, folder.text_config))
+        )
         read_again(file)
         server = serving.start(
-            file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log", context=depths[-1] + a.tokens + 64
+            file,
+            runtime="llama.cpp",
+            log=Path(tempfile.mkdtemp()) / "log",
+            context=depths[-1] + a.tokens + 64,
         )
         try:
             for depth in depths:

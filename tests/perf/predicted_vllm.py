@@ -37,7 +37,9 @@ def shape_weights(config: Mapping[str, Any], linear: float, head: float) -> floa
     values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     queries = config["num_attention_heads"] * config["head_dim"]
     for kind in config["layer_types"]:
-        if kind == "linear_attention":  # in_proj_qkv, in_proj_z and out_proj; in_proj_a, in_proj_b and conv1d stay bf16
+        if (
+            kind == "linear_attention"
+        ):  # in_proj_qkv, in_proj_z and out_proj; in_proj_a, in_proj_b and conv1d stay bf16
             rows = 2 * keys + 3 * values
             total += hidden * 2 * config["linear_num_value_heads"] * BF16
             total += (2 * keys + values) * config["linear_conv_kernel_dim"] * BF16
@@ -46,7 +48,9 @@ def shape_weights(config: Mapping[str, Any], linear: float, head: float) -> floa
         if "num_experts" in config:
             inner = config["num_experts_per_tok"] * config["moe_intermediate_size"]
             inner += config["shared_expert_intermediate_size"]
-            total += hidden * (config["num_experts"] + 1) * BF16  # router and the shared expert's gate
+            total += (
+                hidden * (config["num_experts"] + 1) * BF16
+            )  # router and the shared expert's gate
         else:
             inner = config["intermediate_size"]
         total += hidden * (rows + 3 * inner) * linear
@@ -58,8 +62,12 @@ def shape_bytes(engine: str, shape: str, changes: Mapping[str, Any], tiny: Path)
     with tempfile.TemporaryDirectory() as folder:
         written = write_config(Path(folder), tiny, False, SHAPES[shape] | dict(changes))
         config = json.loads((written / "config.json").read_text())
-    weights = shape_weights(config, BF16 if engine == "bf16" else NVFP4, NVFP4 if "-head" in engine else BF16)
-    return TokenBytes(weights, len(config["layer_types"]), caches_of(msgspec.convert(config, AttentionShape)))
+    weights = shape_weights(
+        config, BF16 if engine == "bf16" else NVFP4, NVFP4 if "-head" in engine else BF16
+    )
+    return TokenBytes(
+        weights, len(config["layer_types"]), caches_of(msgspec.convert(config, AttentionShape))
+    )
 
 
 def model_bytes(engine: str, source: Path) -> TokenBytes:
@@ -75,29 +83,47 @@ def model_bytes(engine: str, source: Path) -> TokenBytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path)
-    parser.add_argument("--device", nargs="+", default=["h200"], help="as of annie-quant quantize --device")
+    parser.add_argument(
+        "--device", nargs="+", default=["h200"], help="as of annie-quant quantize --device"
+    )
     parser.add_argument("--engines", default="", help="default: all")
     parser.add_argument("--shape", choices=SHAPES, default="9b")
     parser.add_argument("--changes", default="{}")
     parser.add_argument("--source", type=Path, help="the bf16 model of a real checkpoint")
-    parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
+    parser.add_argument(
+        "--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie"
+    )
     a = parser.parse_args()
     devices = [decode_speed.find_device(name) for name in a.device]
     times: dict[tuple[str, int, int], list[float]] = {}
     for line in (a.results / "results.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["job"] == "decode" and row["streams"] == 1 and row["round"] >= 0 and "error" not in row:
-            times.setdefault((row["engine"], row["prompt"], row["tokens"]), []).append(row["tpot_ms"])
+        if (
+            row["job"] == "decode"
+            and row["streams"] == 1
+            and row["round"] >= 0
+            and "error" not in row
+        ):
+            times.setdefault((row["engine"], row["prompt"], row["tokens"]), []).append(
+                row["tpot_ms"]
+            )
     columns = ["engine", "prompt", "GB per token", "measured, ms: least (median)", "n"]
-    columns += [f"predicted, {d.read_bytes_s / 1e9:.0f} GB/s and {1e6 * d.layer_s:.1f} us per layer" for d in devices]
+    columns += [
+        f"predicted, {d.read_bytes_s / 1e9:.0f} GB/s and {1e6 * d.layer_s:.1f} us per layer"
+        for d in devices
+    ]
     print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for (engine, prompt, tokens), rounds in sorted(times.items()):
         if a.engines and engine not in a.engines.split(","):
             continue
         read = (
-            model_bytes(engine, a.source) if a.source else shape_bytes(engine, a.shape, json.loads(a.changes), a.tiny)
+            model_bytes(engine, a.source)
+            if a.source
+            else shape_bytes(engine, a.shape, json.loads(a.changes), a.tiny)
         )
         depth, measured = prompt + tokens // 2, min(rounds)
         cells = [

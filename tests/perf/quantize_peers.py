@@ -91,7 +91,9 @@ class HeldOut:
         rows = [Row(s.prompt, s.answer) for s in samples]
         source = load(model, dtype=torch.float32, device="cpu")
         decides = [torch.tensor(s.decides, dtype=torch.bool) for s in samples]
-        return cls(rows, decides, {i: torch.log_softmax(x, -1) for i, x in Engine(source).scores(rows)})
+        return cls(
+            rows, decides, {i: torch.log_softmax(x, -1) for i, x in Engine(source).scores(rows)}
+        )
 
     @property
     def tokens(self) -> int:
@@ -107,9 +109,14 @@ class HeldOut:
         sums = dict.fromkeys(MEASURES, 0.0)
         for i, logits in Engine(model).scores(self.rows):
             p, q = self.reference[i], torch.log_softmax(logits, -1)
-            kl, flips = (p.exp() * (p - q)).sum(-1).clamp_min(0).double(), p.argmax(-1) != q.argmax(-1)
+            kl, flips = (
+                (p.exp() * (p - q)).sum(-1).clamp_min(0).double(),
+                p.argmax(-1) != q.argmax(-1),
+            )
             decides = self.decides[i]
-            for name, values in zip(MEASURES, (kl, flips, kl[decides], flips[decides]), strict=True):
+            for name, values in zip(
+                MEASURES, (kl, flips, kl[decides], flips[decides]), strict=True
+            ):
                 sums[name] += float(values.sum())
         return {
             f"{numerics}_kl": sums["kl"] / self.tokens,
@@ -120,9 +127,13 @@ class HeldOut:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--models", default=",".join(MODELS), help="names of tiny models, or folders")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="names of tiny models, or folders"
+    )
     parser.add_argument("--results", type=Path, help="default: runs.jsonl in --output")
     parser.add_argument("--seeds", default="0,1,2", help="of the calibration conversations")
     parser.add_argument("--samples", type=int, default=128, help="calibration conversations")
@@ -131,11 +142,17 @@ def main() -> None:
     parser.add_argument("--llm-compressor", type=Path, metavar="PYTHON")
     parser.add_argument("--auto-round", type=Path, metavar="PYTHON")
     parser.add_argument(
-        "--faster-deltanet", action="store_true", help="in the peers' model; their times are then not their own"
+        "--faster-deltanet",
+        action="store_true",
+        help="in the peers' model; their times are then not their own",
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--machine", default="", help="stored with each run; times are shown per machine")
-    parser.add_argument("--table", action="store_true", help="print the tables of the finished runs and stop")
+    parser.add_argument(
+        "--machine", default="", help="stored with each run; times are shown per machine"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the tables of the finished runs and stop"
+    )
     arguments = parser.parse_args()
     arguments.results = arguments.results or arguments.output / "runs.jsonl"
     if not arguments.table:
@@ -153,12 +170,16 @@ def main() -> None:
     print(tables(arguments.results))
 
 
-def run_rows(model: str, seed: int, rows: list[str], pythons: dict[str, Path], arguments: argparse.Namespace) -> None:
+def run_rows(
+    model: str, seed: int, rows: list[str], pythons: dict[str, Path], arguments: argparse.Namespace
+) -> None:
     """Run the rows that are not finished, and append one line each to runs.jsonl."""
     output, file = arguments.output, arguments.results
     source = source_of(model, output)
     model = source.name
-    finished = {(r["model"], r["seed"], r["row"], r["samples"]) for r in stored(file) if not r.get("error")}
+    finished = {
+        (r["model"], r["seed"], r["row"], r["samples"]) for r in stored(file) if not r.get("error")
+    }
     todo = [row for row in rows if (model, seed, row, arguments.samples) not in finished]
     if not todo:
         return
@@ -169,11 +190,25 @@ def run_rows(model: str, seed: int, rows: list[str], pythons: dict[str, Path], a
     held_out = HeldOut.of(source, gate, arguments.answers)
     for row in todo:
         target = output / "models" / f"{model}-{seed}-{row.replace(' ', '_')}"
-        line: dict[str, Any] = {"model": model, "seed": seed, "row": row, "samples": arguments.samples}
+        line: dict[str, Any] = {
+            "model": model,
+            "seed": seed,
+            "row": row,
+            "samples": arguments.samples,
+        }
         line["faster_deltanet"] = arguments.faster_deltanet
         line |= {"machine": arguments.machine} if arguments.machine else {}
         command = [pythons[ROWS[row]], HERE / "peer_recipes.py", row, source, target]
-        command += ["--text", text, "--conversations", conversations, "--samples", arguments.samples, "--seed", seed]
+        command += [
+            "--text",
+            text,
+            "--conversations",
+            conversations,
+            "--samples",
+            arguments.samples,
+            "--seed",
+            seed,
+        ]
         command += ["--faster-deltanet"] if arguments.faster_deltanet else []
         line |= measured_run([str(c) for c in command], target, arguments.threads)
         if not line.get("error"):
@@ -231,21 +266,35 @@ def measured_run(command: list[str], target: Path, threads: int) -> dict[str, An
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    environment = os.environ | dict.fromkeys(names, str(threads)) | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = (
+        os.environ
+        | dict.fromkeys(names, str(threads))
+        | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    )
     start, before = time.monotonic(), os.times()
     log = target.with_name(f"{target.name}.log")
     with log.open("w") as stream:
-        status = subprocess.run(command, stdout=subprocess.PIPE, stderr=stream, env=environment, check=False, text=True)
+        status = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=stream, env=environment, check=False, text=True
+        )
     after = os.times()
     lines = status.stdout.splitlines()
     if status.returncode:
-        errors = [line for line in log.read_text().splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        errors = [
+            line
+            for line in log.read_text().splitlines()
+            if re.match(r"[\w.]*(Error|Exception)\b", line)
+        ]
         return {"error": (errors or [f"exit {status.returncode}"])[-1]}
     return {
         **json.loads(lines[-1]),
         "process_s": round(time.monotonic() - start, 1),
         "process_cpu_s": round(
-            after.children_user + after.children_system - before.children_user - before.children_system, 1
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system,
+            1,
         ),
     }
 
@@ -268,14 +317,20 @@ def tables(file: Path) -> str:
     for kind in NUMERICS:
         for measure in ("", "decision_") if all("decisions" in r for r in runs) else ("",):
             of = " of the tokens that decide" if measure else ""
-            lines += [f"{kind.upper()}: mean KL{of}, 1e-3 nats per token (least to most over seeds); flips", ""]
+            lines += [
+                f"{kind.upper()}: mean KL{of}, 1e-3 nats per token (least to most over seeds); flips",
+                "",
+            ]
             lines += [
                 "| | " + " | ".join(f"{m}, {n} rows" for m, n in columns) + " |",
                 "|---" * (len(columns) + 1) + "|",
             ]
             for row in rows:
                 cells = [
-                    cell([r for r in runs if (r["row"], r["model"], r["samples"]) == (row, *c)], f"{kind}_{measure}")
+                    cell(
+                        [r for r in runs if (r["row"], r["model"], r["samples"]) == (row, *c)],
+                        f"{kind}_{measure}",
+                    )
                     for c in columns
                 ]
                 lines.append(f"| {row} | " + " | ".join(cells) + " |")
@@ -305,14 +360,22 @@ def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
     by_key = {(r["model"], r["samples"], r["seed"], r["row"]): r for r in runs}
     pairs = sorted({(r["model"], r["samples"], r["seed"]) for r in runs})
     measures = MEASURES if all("decisions" in r for r in runs) else MEASURES[:2]
-    columns = [f"{kind.upper()} {what.replace('_', ' ').replace('kl', 'KL')}" for kind in NUMERICS for what in measures]
+    columns = [
+        f"{kind.upper()} {what.replace('_', ' ').replace('kl', 'KL')}"
+        for kind in NUMERICS
+        for what in measures
+    ]
     figures = [f"{kind}_{what}" for kind in NUMERICS for what in measures]
     yield "| ours, other | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
     yield "|---" * (len(columns) + 2) + "|"
     ours = [r for r in rows if r == "gptq" or r.startswith("best ")]
     for i, own in enumerate(ours):
         for peer in (r for r in rows if r not in ours[i:]):
-            both = [(by_key[(*p, own)], by_key[(*p, peer)]) for p in pairs if {(*p, own), (*p, peer)} <= by_key.keys()]
+            both = [
+                (by_key[(*p, own)], by_key[(*p, peer)])
+                for p in pairs
+                if {(*p, own), (*p, peer)} <= by_key.keys()
+            ]
             if both:
                 cells = [compared([(a[f], b[f]) for a, b in both]) for f in figures]
                 yield f"| {own}, {peer} | {len(both)} | " + " | ".join(cells) + " |"

@@ -94,7 +94,9 @@ def _load(file: Path) -> Any:
 def _reader(document: Any) -> Callable[[Numbers, str], list[ReportRow]] | None:
     if not isinstance(document, dict):
         return None
-    if isinstance(document.get("benchmarks"), list) and "guidellm_version" in _dict(document.get("metadata")):
+    if isinstance(document.get("benchmarks"), list) and "guidellm_version" in _dict(
+        document.get("metadata")
+    ):
         return _guidellm
     if "unit" in _dict(document.get("request_latency")):
         return _aiperf
@@ -106,7 +108,9 @@ def _dict(value: Any) -> Numbers:
 
 
 def _number(value: Any) -> float | None:
-    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    finite = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
     return float(value) if finite else None
 
 
@@ -146,7 +150,9 @@ def _guidellm(document: Numbers, source: str) -> list[ReportRow]:
                 ttft_low=_at(metrics, *interval, "lower"),
                 ttft_high=_at(metrics, *interval, "upper"),
                 itl_ms=median("inter_token_latency_ms"),
-                tpot_ms=median("inter_token_latency_ms"),  # its own TPOT is the whole request's time per token
+                tpot_ms=median(
+                    "inter_token_latency_ms"
+                ),  # its own TPOT is the whole request's time per token
                 e2e_ms=None if e2e_s is None else 1e3 * e2e_s,
                 completion_tokens=median("output_token_count"),
             )
@@ -230,7 +236,9 @@ def _own(root: Path) -> list[ReportRow]:
                 errors=side.errors if not load else 0,
                 ttft=TTFT["annie-quant"],
                 gates_lost=[
-                    gate for gate, result in side.gates.items() if result.verdict == "fail" and not result.advisory
+                    gate
+                    for gate, result in side.gates.items()
+                    if result.verdict == "fail" and not result.advisory
                 ],
                 verdict=(bench.verdict.outcome or "") if name == bench.verdict.candidate else "",
             )
@@ -250,4 +258,8 @@ def _without_records(root: Path) -> list[ReportRow]:
     """The verdict of a run that has no benchmark (an evaluation, a search)."""
     run = decode(Run, root / "run.json")
     side = run.verdict.candidate or next(iter(run.aggregates.offline), "run")
-    return [ReportRow(source=str(root), tool="annie-quant", side=side, verdict=run.verdict.outcome or "")]
+    return [
+        ReportRow(
+            source=str(root), tool="annie-quant", side=side, verdict=run.verdict.outcome or ""
+        )
+    ]

@@ -35,7 +35,11 @@ from annie_quant.offline.profiles import find_profile
 from annie_quant.offline.prompts import Template
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "training/real_annie"), str(HERE.parent / "helpers")]
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parents[1] / "training/real_annie"),
+    str(HERE.parent / "helpers"),
+]
 
 import answer_log  # noqa: E402
 import best_ingredients  # noqa: E402
@@ -53,7 +57,11 @@ def chosen(cases: list[dict[str, Any]], each: int) -> list[dict[str, Any]]:
     for case in cases:
         groups.setdefault(case["group"], []).append(case)
     counts = {name: min(each, len(own)) for name, own in groups.items()}
-    return [own[i * len(own) // counts[name]] for name, own in groups.items() for i in range(counts[name])]
+    return [
+        own[i * len(own) // counts[name]]
+        for name, own in groups.items()
+        for i in range(counts[name])
+    ]
 
 
 def answered(model: Any, template: Template, cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,17 +110,28 @@ def served(
         completions = [without_end(*own[i][:2], template.end_tokens) for i in indices]
         groups = judged(template, [cases[i] for i in indices], completions, in_place)
         source = source or groups
-        cells = [f"{g}: " + paired([groups[g]["correct"]], source[g]["correct"]) for g in sorted(groups)]
+        cells = [
+            f"{g}: " + paired([groups[g]["correct"]], source[g]["correct"]) for g in sorted(groups)
+        ]
         counts = [f"{sum(g[x] for g in groups.values())} {x}" for x in COUNTS]
         yield f"| {name} | {cut} | " + " | ".join([*cells, *counts]) + " |"
 
 
-def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, cases: list[dict]) -> dict[str, Any]:
+def run(
+    row: str, draw: int, arguments: argparse.Namespace, template: Template, cases: list[dict]
+) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    line: dict[str, Any] = {"model": arguments.model.name, "row": row, "draw": draw, "samples": arguments.samples}
+    line: dict[str, Any] = {
+        "model": arguments.model.name,
+        "row": row,
+        "draw": draw,
+        "samples": arguments.samples,
+    }
     if row == SOURCE:
-        return line | {SOURCE: answered(load(arguments.model, dtype=dtype, device=device), template, cases)}
+        return line | {
+            SOURCE: answered(load(arguments.model, dtype=dtype, device=device), template, cases)
+        }
     with best_ingredients.checkpoint_folder(row, draw, arguments) as output:
         line["seconds"] = round(best_ingredients.quantized(row, draw, arguments, output), 1)
         line["bytes"] = sum(f.stat().st_size for f in output.glob("*.safetensors"))
@@ -140,7 +159,10 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     for model in dict.fromkeys(x["model"] for x in lines):
         source = sources.get(model)
         if source:
-            cells = [f"{g['correct'].count('1')} of {len(g['correct'])}" for g in (source[n] for n in groups)]
+            cells = [
+                f"{g['correct'].count('1')} of {len(g['correct'])}"
+                for g in (source[n] for n in groups)
+            ]
             counts = [str(sum(source[n][c] for n in groups)) for c in COUNTS]
             yield f"| {model} | {SOURCE} | | | | | " + " | ".join([*cells, *counts]) + " |"
         own = [x for x in lines if x["model"] == model and x["row"] != SOURCE]
@@ -148,9 +170,13 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
             draws = [x for x in own if x["row"] == row]
             for name in NUMERICS:
                 cells = [
-                    paired([x[name][g]["correct"] for x in draws], source and source[g]["correct"]) for g in groups
+                    paired([x[name][g]["correct"] for x in draws], source and source[g]["correct"])
+                    for g in groups
                 ]
-                counts = [f"{sum(x[name][g][c] for x in draws for g in groups) / len(draws):.0f}" for c in COUNTS]
+                counts = [
+                    f"{sum(x[name][g][c] for x in draws for g in groups) / len(draws):.0f}"
+                    for c in COUNTS
+                ]
                 gigabytes = sum(x["bytes"] for x in draws) / len(draws) / 1e9
                 seconds = sum(x["seconds"] for x in draws) / len(draws)
                 drawn = ",".join(str(x["draw"]) for x in draws)
@@ -173,7 +199,9 @@ def paired(outcomes: list[str], source: str | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, nargs="?", metavar="DIR")
     parser.add_argument("--rows", type=Path, help="folder of conversations.py")
     parser.add_argument("--output", type=Path)
@@ -185,10 +213,15 @@ def main() -> None:
     parser.add_argument("--draws", default="0")
     parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
     parser.add_argument(
-        "--each", type=int, default=300, help="held-out prompts of each group, at most, evenly over the file"
+        "--each",
+        type=int,
+        default=300,
+        help="held-out prompts of each group, at most, evenly over the file",
     )
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/RECIPE-DRAW")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/RECIPE-DRAW"
+    )
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(table(best_ingredients.finished(arguments.table))))
@@ -199,15 +232,25 @@ def main() -> None:
         if arguments.prompts:
             pairs = zip(prompts_of(template, cases), cases, strict=True)
             ends = list(template.end_tokens)
-            requests = [{"prompt": p, "max_tokens": c["max_tokens"], "ends": ends} for p, c in pairs]
+            requests = [
+                {"prompt": p, "max_tokens": c["max_tokens"], "ends": ends} for p, c in pairs
+            ]
             arguments.prompts.write_text(json.dumps(requests))
         in_place = frozenset(map(int, filter(None, arguments.in_place.split(","))))
-        print("\n".join(served(arguments.served, template, cases, in_place) if arguments.served else ()))
+        print(
+            "\n".join(
+                served(arguments.served, template, cases, in_place) if arguments.served else ()
+            )
+        )
         return
     arguments.calibration = arguments.rows / "train.jsonl"
     cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)
     template = Template(arguments.model)
-    done = {best_ingredients.key(x) for x in best_ingredients.finished(arguments.output) if "error" not in x}
+    done = {
+        best_ingredients.key(x)
+        for x in best_ingredients.finished(arguments.output)
+        if "error" not in x
+    }
     draws = list(map(int, arguments.draws.split(",")))
     for draw in draws:
         for row in arguments.recipes.split(","):
@@ -218,7 +261,12 @@ def main() -> None:
             try:
                 line = run(row, draw, arguments, template, cases)
             except Exception as error:  # one failed recipe must not end the others
-                line = {"model": arguments.model.name, "row": row, "draw": draw, "samples": arguments.samples}
+                line = {
+                    "model": arguments.model.name,
+                    "row": row,
+                    "draw": draw,
+                    "samples": arguments.samples,
+                }
                 line["error"] = repr(error)
             with arguments.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -25,7 +25,10 @@ from annie_quant.core.files import read_json, write_json
 from annie_quant.data import generate
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
-NVIDIA = {"scale": "amax", "kv_cache": "fp8_cast"}  # w4a16_nvfp4-fp8_attn-kv_fp8_cast of ModelOpt 0.47
+NVIDIA = {
+    "scale": "amax",
+    "kv_cache": "fp8_cast",
+}  # w4a16_nvfp4-fp8_attn-kv_fp8_cast of ModelOpt 0.47
 # Row → (strategy, settings, numerics).
 RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "naive": ("naive", {}, "w4a4"),
@@ -36,14 +39,18 @@ RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--output", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--n", type=int, default=30, help="prompts per gate")
     parser.add_argument("--calib-samples", type=int, default=64)
     parser.add_argument("--only", default="", help="rows, separated by semicolons")
-    parser.add_argument("--table", action="store_true", help="print the table of finished rows and stop")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of finished rows and stop"
+    )
     arguments = parser.parse_args()
     rows = arguments.only.split(";") if arguments.only else list(RECIPES)
     if not arguments.table:
@@ -72,7 +79,14 @@ def measure(row: str, seed: int, arguments: argparse.Namespace) -> None:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         samples = arguments.calib_samples
-        quantize.run(strategy, arguments.model, target, calib_data=calibration, calib_samples=samples, **settings)
+        quantize.run(
+            strategy,
+            arguments.model,
+            target,
+            calib_data=calibration,
+            calib_samples=samples,
+            **settings,
+        )
     audit = checkpoint.audit(target, source=arguments.model)
     result = runtime.evaluate(
         target,
@@ -94,7 +108,10 @@ def measure(row: str, seed: int, arguments: argparse.Namespace) -> None:
         "seconds": time.monotonic() - start,
     }
     write_json(file, document)
-    print(json.dumps({k: document[k] for k in ("row", "seed", "verdict", "kl", "seconds")}), flush=True)
+    print(
+        json.dumps({k: document[k] for k in ("row", "seed", "verdict", "kl", "seconds")}),
+        flush=True,
+    )
 
 
 def table(output: Path, rows: list[str]) -> str:
@@ -115,7 +132,9 @@ def table(output: Path, rows: list[str]) -> str:
         shares = [(won - lost) / n for lost, won, n in totals]
         mean, half = statistics.fmean(shares), 0.0
         if len(shares) > 1:
-            half = float(t.ppf(0.975, len(shares) - 1)) * statistics.stdev(shares) / len(shares) ** 0.5
+            half = (
+                float(t.ppf(0.975, len(shares) - 1)) * statistics.stdev(shares) / len(shares) ** 0.5
+            )
         interval = f"{mean:+.1%} ± {half:.1%}" if len(shares) > 1 else f"{mean:+.1%} (one seed)"
         cells = [
             row,

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1] / "helpers")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).resolve().parents[1] / "helpers"),
+]
 
 from vrcp14 import instruction  # noqa: E402
 
@@ -22,7 +25,9 @@ from annie_quant.offline.deltanet_cpu import RECIPROCALS  # noqa: E402
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     bits = np.arange(1 << 23, dtype=np.uint32) | 0x3F800000
     results = instruction(bits.view(np.float32)).view(np.uint32).astype(np.int64)
     used = np.concatenate(
@@ -35,7 +40,12 @@ def main() -> int:
     table = tuple(line(part) for part in values)
     for i in range(0, 64, 6):
         print("    " + " ".join(f"({begin}, {fall})," for begin, fall in table[i : i + 6]))
-    print("equal to approximate.py" if table == RECIPROCALS else "another table than approximate.py's", file=sys.stderr)
+    print(
+        "equal to approximate.py"
+        if table == RECIPROCALS
+        else "another table than approximate.py's",
+        file=sys.stderr,
+    )
     return int(table != RECIPROCALS)
 
 
@@ -43,7 +53,9 @@ def line(values: np.ndarray) -> tuple[int, int]:
     """Return (begin in halves, fall in 1/512) of the first line whose floor is `values`."""
     steps = np.arange(len(values))
     for fall in range(100, 1200):
-        raised = (values << 9) + fall * steps  # the begin is at least each of them, and less than each and 512
+        raised = (
+            values << 9
+        ) + fall * steps  # the begin is at least each of them, and less than each and 512
         begin = -(-int(raised.max()) // 256) * 256
         if begin < int(raised.min()) + 512:
             return begin // 256, fall

@@ -107,7 +107,9 @@ def reorder(source: Path, target: Path, kind: str, inputs: dict[str, torch.Tenso
         for name in ("gate", "up"):
             w[f"{layer}mlp.{name}_proj.weight"] = w[f"{layer}mlp.{name}_proj.weight"][own]
         w[f"{layer}mlp.down_proj.weight"] = w[f"{layer}mlp.down_proj.weight"][:, own]
-        values = [order(x) for x in inputs[f"{layer}self_attn.o_proj"].view(heads, -1, size).amax(1)]
+        values = [
+            order(x) for x in inputs[f"{layer}self_attn.o_proj"].view(heads, -1, size).amax(1)
+        ]
         for part in ("weight", "bias"):
             if (v := w.get(f"{layer}self_attn.v_proj.{part}")) is not None:
                 w[f"{layer}self_attn.v_proj.{part}"] = torch.cat(
@@ -118,7 +120,11 @@ def reorder(source: Path, target: Path, kind: str, inputs: dict[str, torch.Tenso
             [out[:, h][..., o] for h, o in enumerate(values)], 1
         ).reshape(hidden, -1)
     copy_all_but_weights(source, target)
-    save_file({k: x.contiguous() for k, x in w.items()}, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: x.contiguous() for k, x in w.items()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def rotate(source: Path, target: Path, kind: str, seed: int) -> None:
@@ -146,7 +152,9 @@ def rotate(source: Path, target: Path, kind: str, seed: int) -> None:
         }
         for norm, names in readers.items():
             for name in names:
-                w[f"{layer}{name}.weight"] = w[f"{layer}{name}.weight"] * w[f"{layer}{norm}.weight"] @ q
+                w[f"{layer}{name}.weight"] = (
+                    w[f"{layer}{name}.weight"] * w[f"{layer}{norm}.weight"] @ q
+                )
             w[f"{layer}{norm}.weight"] = torch.ones(hidden)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             w[f"{layer}{name}.weight"] = q.T @ w[f"{layer}{name}.weight"]
@@ -154,19 +162,27 @@ def rotate(source: Path, target: Path, kind: str, seed: int) -> None:
                 w[f"{layer}{name}.bias"] = w[f"{layer}{name}.bias"] @ q
         for part in ("weight", "bias"):  # values of a head: V becomes V v, which o_proj undoes
             if (value := w.get(f"{layer}self_attn.v_proj.{part}")) is not None:
-                w[f"{layer}self_attn.v_proj.{part}"] = torch.cat([v.T @ x for x in value.chunk(heads)])
+                w[f"{layer}self_attn.v_proj.{part}"] = torch.cat(
+                    [v.T @ x for x in value.chunk(heads)]
+                )
         out = w[f"{layer}self_attn.o_proj.weight"]
-        w[f"{layer}self_attn.o_proj.weight"] = torch.cat([x @ v for x in out.chunk(out.shape[1] // size, 1)], 1)
+        w[f"{layer}self_attn.o_proj.weight"] = torch.cat(
+            [x @ v for x in out.chunk(out.shape[1] // size, 1)], 1
+        )
     copy_all_but_weights(source, target)
     changed = config | {"tie_word_embeddings": False, "dtype": "float32"}
     (target / "config.json").write_text(json.dumps(changed))
     save_file(
-        {k: x.float().contiguous() for k, x in w.items()}, target / "model.safetensors", metadata={"format": "pt"}
+        {k: x.float().contiguous() for k, x in w.items()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--output", type=Path, default=Path("runs/rotations"))
     parser.add_argument("--results", type=Path, default=Path("runs/rotations.jsonl"))
@@ -174,15 +190,21 @@ def main() -> None:
     parser.add_argument("--strategies", default="bf16,naive,gptq")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--answers", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0, help="of the calibration conversations and the rotation")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the calibration conversations and the rotation"
+    )
     parser.add_argument("--table", type=Path)
     a = parser.parse_args()
     if a.table:
-        print("| model | seed | rotation | strategy | KL W4A4, W4A16 (1e-3 nats) | flips |\n|---|---|---|---|---|---|")
+        print(
+            "| model | seed | rotation | strategy | KL W4A4, W4A16 (1e-3 nats) | flips |\n|---|---|---|---|---|---|"
+        )
         for r in map(json.loads, a.table.read_text().splitlines()):
             kl = ", ".join(f"{1e3 * r[f'{n}_kl']:.1f}" for n in ("w4a4", "w4a16") if f"{n}_kl" in r)
             flips = ", ".join(str(r[f"{n}_flips"]) for n in ("w4a4", "w4a16") if f"{n}_kl" in r)
-            print(f"| {r['model']} | {r['seed']} | {r['kind']} | {r['strategy']} | {kl} | {flips} of {r['tokens']:,} |")
+            print(
+                f"| {r['model']} | {r['seed']} | {r['kind']} | {r['strategy']} | {kl} | {flips} of {r['tokens']:,} |"
+            )
         return
     a.output.mkdir(parents=True, exist_ok=True)
     gate = a.output / "gate.jsonl"
@@ -212,7 +234,14 @@ def main() -> None:
             if strategy == "bf16":
                 line |= held_out.compare(rotated, "w4a16")
             else:
-                quantize.run(strategy, rotated, target, calib_data=conversations, calib_samples=a.samples, seed=a.seed)
+                quantize.run(
+                    strategy,
+                    rotated,
+                    target,
+                    calib_data=conversations,
+                    calib_samples=a.samples,
+                    seed=a.seed,
+                )
                 line |= held_out.compare(target, "w4a4") | held_out.compare(target, "w4a16")
             line["seconds"] = round(time.monotonic() - start)
             with a.results.open("a") as file:

@@ -27,14 +27,20 @@ from annie_quant.quantize.rounding import Method, round_model
 from annie_quant.quantize.strategy import Job
 
 ROUNDERS = {
-    "stored": (gptq, "activation_order", lambda diagonal: torch.arange(len(diagonal), device=diagonal.device)),
+    "stored": (
+        gptq,
+        "activation_order",
+        lambda diagonal: torch.arange(len(diagonal), device=diagonal.device),
+    ),
     "loop": (rounding, "device_kind", lambda: "cpu"),
     "torch": (rounding, "device_kind", lambda: "cuda"),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--samples", type=int, default=64)
@@ -50,10 +56,21 @@ def main() -> None:
         plans = {}
         for name in arguments.rounders.split(","):
             with tempfile.TemporaryDirectory() as work, mock.patch.object(*ROUNDERS[name]):
-                job = Job(arguments.model, Path(work) / "out", scale="sweep", seed=draw, work=Path(work) / "work")
+                job = Job(
+                    arguments.model,
+                    Path(work) / "out",
+                    scale="sweep",
+                    seed=draw,
+                    work=Path(work) / "work",
+                )
                 start = time.monotonic()
-                plans[name] = round_model(job, formats, learned, Method(), SILENT), time.monotonic() - start
-        trial = kl_trial.Trial(folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False))
+                plans[name] = (
+                    round_model(job, formats, learned, Method(), SILENT),
+                    time.monotonic() - start,
+                )
+        trial = kl_trial.Trial(
+            folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False)
+        )
         for name, (plan, seconds) in plans.items():
             show(draw, name, trial, plan, seconds)
 

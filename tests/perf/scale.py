@@ -44,7 +44,9 @@ MODELS = (Model("9B", 9.0e9, 0.77), Model("27B", 27e9, 0.91), Model("400B", 400e
 
 
 def plans() -> None:
-    print("| model | bf16 | NVFP4 | disk at once | direct, here | disk's own time | audit | memory |")
+    print(
+        "| model | bf16 | NVFP4 | disk at once | direct, here | disk's own time | audit | memory |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for model in MODELS:
         both = model.bf16_bytes + model.nvfp4_bytes
@@ -93,11 +95,18 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
         server = subprocess.Popen([built(Path(folder)), "1"], stdout=subprocess.PIPE, text=True)
         try:
             port = server.stdout.readline().split()[-1]  # type: ignore[union-attr]
-            body = {"model": "x", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+            body = {
+                "model": "x",
+                "messages": [{"role": "user", "content": "Hello"}],
+                "stream": True,
+            }
             path = f"http://127.0.0.1:{port}/v1/chat/completions?events={events}&gap_us={gap_us}&stagger=1&tokens=1&split=0"
             stream.run([stream.Request(f"{path}&streams=1", json=body)])
             before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-            requests = [stream.Request(f"{path}&streams={count}", json=body, timeout_s=120) for _ in range(count)]
+            requests = [
+                stream.Request(f"{path}&streams={count}", json=body, timeout_s=120)
+                for _ in range(count)
+            ]
             done = stream.run(requests, concurrency=count)
             wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF)
         finally:
@@ -125,7 +134,9 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
 
 if __name__ == "__main__":
     kinds = {"plans": plans, "streams": streams}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=list(kinds))
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()

@@ -53,15 +53,30 @@ QUANTIZATION = {
     "quant_algo": "NVFP4",
     "producer": {"name": "modelopt", "version": "0.47.0"},
 }
-GPU_OPTIONS: dict[str, Any] = {  # of vLLM 0.26 where flash attention's and FlashInfer's extensions are missing
+GPU_OPTIONS: dict[
+    str, Any
+] = {  # of vLLM 0.26 where flash attention's and FlashInfer's extensions are missing
     "attention_backend": "TRITON_ATTN",
     "additional_config": {"gdn_prefill_backend": "triton"},
     "mamba_ssm_cache_dtype": "float32",  # as the configurations of Qwen3.5 define, and as a CPU stores it
 }
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+T_95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+}
 
 
-def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, Any], *, head: bool = False) -> Path:
+def write_config(
+    folder: Path, tiny: Path, quantized: bool, changes: dict[str, Any], *, head: bool = False
+) -> Path:
     """Write a configuration and return its folder. tiny: a small dense model of the family, whose other fields are used.
 
     changes: fields of the configuration, one of SHAPES and what differs from it. head: the head is quantized, too
@@ -72,9 +87,18 @@ def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, A
     config["layer_types"] = ["full_attention" if i % 4 == 3 else "linear_attention" for i in layers]
     for key in ("mrope_section", "mrope_interleaved"):
         config["rope_parameters"].pop(key, None)
-    config |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
+    config |= {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
     if quantized:
-        bf16 = [f"model.layers.{i}.linear_attn.{name}" for i in layers for name in ("conv1d", "in_proj_a", "in_proj_b")]
+        bf16 = [
+            f"model.layers.{i}.linear_attn.{name}"
+            for i in layers
+            for name in ("conv1d", "in_proj_a", "in_proj_b")
+        ]
         config["quantization_config"] = {**QUANTIZATION, "ignore": ["model.embed_tokens", *bf16]}
         if not head:
             config["quantization_config"]["ignore"].append("lm_head")
@@ -129,7 +153,11 @@ def kernels_of(model: Any) -> dict[str, int]:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         kernel = getattr(method, "kernel", None) or experts
         if kernel is not None:
-            ours = getattr(module, "annie_scale", 0) if experts is None else getattr(experts, "annie_width", 0)
+            ours = (
+                getattr(module, "annie_scale", 0)
+                if experts is None
+                else getattr(experts, "annie_width", 0)
+            )
             name = type(kernel).__name__ + (" (on Marlin)" if ours is None else "")
             counts[name] = counts.get(name, 0) + 1
     return counts
@@ -138,7 +166,9 @@ def kernels_of(model: Any) -> dict[str, int]:
 def start_profiler(worker: Any) -> None:
     import torch
 
-    worker.annie_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    worker.annie_profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    )
     worker.annie_profiler.__enter__()
 
 
@@ -166,7 +196,9 @@ class Engine:
         from vllm import LLM, SamplingParams
         from vllm_answers import register_text_only
 
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as a server; vllm_answers switches it off
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "1"  # as a server; vllm_answers switches it off
+        )
         self.parameters, self.number, self.random = SamplingParams, 0, 12345
         self.imported_s = time.monotonic() - self.begin
         os.environ["SERVE_9B_FOLDER"] = folder
@@ -200,7 +232,9 @@ class Engine:
     def run(self, streams: int, prompt: int, tokens: int) -> dict[str, float]:
         """Run `streams` requests that start together. Returns times in ms."""
         vocabulary = 1000
-        sampling = self.parameters(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = self.parameters(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
         begin = time.perf_counter()
         for _ in range(streams):
             ids = []
@@ -240,7 +274,9 @@ def energy_mj() -> float | None:
         import pynvml
 
         pynvml.nvmlInit()
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)))
+        return float(
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+        )
     return None
 
 
@@ -300,7 +336,9 @@ class Child:
             str(depth),
         ]
         argv += ["--cpu"] if on_cpu else []
-        paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join(
+            [str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")]
+        )
         with (output / f"log.{name}.txt").open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -348,7 +386,9 @@ def summarize(rows: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]
             continue
         what = f"TTFT ms, {row['prompt']} tokens"
         if row["job"] == "decode":
-            what = f"TPOT ms, {row['streams']} streams" + (f" at {row['prompt']}" if row["prompt"] != PROMPT else "")
+            what = f"TPOT ms, {row['streams']} streams" + (
+                f" at {row['prompt']}" if row["prompt"] != PROMPT else ""
+            )
         value = row["tpot_ms"] if row["job"] == "decode" else row["ttft_ms"]
         cells.setdefault((what, row["engine"]), {})[row["round"]] = value
     result = []
@@ -414,7 +454,11 @@ def coordinate(args: argparse.Namespace) -> None:
         for child in children:
             row = child.wait(start_end)
             keep(row)
-            report = "not ready" if row is None else f"ready after {row['ready_s']:.1f} s, {row['kernels']}"
+            report = (
+                "not ready"
+                if row is None
+                else f"ready after {row['ready_s']:.1f} s, {row['kernels']}"
+            )
             print(f"{child.name}: {report}", flush=True)
             if row is not None:
                 ready.append(child)
@@ -423,7 +467,16 @@ def coordinate(args: argparse.Namespace) -> None:
                 time.sleep(0.1)
         for child in ready:
             for streams in (1, LOADS[-1]):
-                child.ask({"job": "decode", "streams": streams, "prompt": PROMPT, "tokens": 16, "round": -1}, end)
+                child.ask(
+                    {
+                        "job": "decode",
+                        "streams": streams,
+                        "prompt": PROMPT,
+                        "tokens": 16,
+                        "round": -1,
+                    },
+                    end,
+                )
             keep(child.ask({"job": "prefill", "prompt": PREFILL, "repeats": 3, "round": -1}, end))
         spare = args.profile_seconds * len(ready)
         for number in range(args.rounds):
@@ -433,13 +486,19 @@ def coordinate(args: argparse.Namespace) -> None:
                 order = [
                     c
                     for c in order
-                    if c.name.removesuffix("-plain") == c.name or c.name.removesuffix("-plain") not in with_both
+                    if c.name.removesuffix("-plain") == c.name
+                    or c.name.removesuffix("-plain") not in with_both
                 ]
             jobs: list[dict[str, Any]] = [
-                {"job": "decode", "streams": n, "prompt": PROMPT, "tokens": args.tokens} for n in LOADS
+                {"job": "decode", "streams": n, "prompt": PROMPT, "tokens": args.tokens}
+                for n in LOADS
             ]
             jobs += [{"job": "prefill", "prompt": PREFILL, "repeats": 5}]
-            jobs += [{"job": "decode", "streams": 1, "prompt": args.depth, "tokens": 64}] if args.depth else []
+            jobs += (
+                [{"job": "decode", "streams": 1, "prompt": args.depth, "tokens": 64}]
+                if args.depth
+                else []
+            )
             for job in jobs:
                 for child in order:
                     if time.monotonic() > end - spare:
@@ -448,7 +507,11 @@ def coordinate(args: argparse.Namespace) -> None:
             lines = summarize(rows, names[0])
             (output / "summary.json").write_text(json.dumps(lines, indent=1))
         for line in summarize(rows, names[0]):
-            ratio = f"  x {line['ratio']:.3f} +- {line['ratio_half']:.3f} of {names[0]}" if "ratio" in line else ""
+            ratio = (
+                f"  x {line['ratio']:.3f} +- {line['ratio_half']:.3f} of {names[0]}"
+                if "ratio" in line
+                else ""
+            )
             print(
                 f"{line['what']:22} {line['engine']:12} {line['mean']:9.3f} +- {line['half']:.3f} (n = {line['n']}){ratio}",
                 flush=True,
@@ -456,7 +519,8 @@ def coordinate(args: argparse.Namespace) -> None:
         for child in ready:
             for streams in (1, 64):
                 row = child.ask(
-                    {"job": "profile", "streams": streams}, min(end, time.monotonic() + args.profile_seconds)
+                    {"job": "profile", "streams": streams},
+                    min(end, time.monotonic() + args.profile_seconds),
                 )
                 if row is None or "error" in row:
                     print(f"{child.name}: no profile: {row and row['error']}", flush=True)
@@ -466,12 +530,17 @@ def coordinate(args: argparse.Namespace) -> None:
                 groups: dict[str, float] = {}
                 for kernel, _, us in row["kernels"]:
                     groups[kernel_class(kernel)] = groups.get(kernel_class(kernel), 0.0) + us
-                parts = ", ".join(f"{g} {us / 16e3:.3f}" for g, us in sorted(groups.items(), key=lambda g: -g[1]))
+                parts = ", ".join(
+                    f"{g} {us / 16e3:.3f}" for g, us in sorted(groups.items(), key=lambda g: -g[1])
+                )
                 print(
                     f"profile {child.name} {streams} streams, ms per token step: {total / 16e3:.3f}: {parts}",
                     flush=True,
                 )
-                text = "\n".join(f"{us:10.1f} us {count:6d} {kernel[:160]}" for kernel, count, us in row["kernels"])
+                text = "\n".join(
+                    f"{us:10.1f} us {count:6d} {kernel[:160]}"
+                    for kernel, count, us in row["kernels"]
+                )
                 (output / f"profile.{child.name}.{streams}.txt").write_text(text + "\n")
     finally:
         for child in children:
@@ -479,24 +548,36 @@ def coordinate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--engines", default="marlin,ours")
     parser.add_argument("--seconds", type=float, default=280)
-    parser.add_argument("--start-seconds", type=float, default=200, help="for the engines to become ready")
+    parser.add_argument(
+        "--start-seconds", type=float, default=200, help="for the engines to become ready"
+    )
     parser.add_argument("--profile-seconds", type=float, default=6, help="per engine and load")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=0, help="also time one stream after a prompt of so many tokens")
+    parser.add_argument(
+        "--depth", type=int, default=0, help="also time one stream after a prompt of so many tokens"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="9b")
     parser.add_argument(
-        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+        "--changes",
+        default="{}",
+        help="JSON of fields of the configuration that differ from the shape",
     )
     parser.add_argument(
-        "--checkpoint", type=Path, help="a real NVFP4 checkpoint instead of a shape; --source: its bf16 model"
+        "--checkpoint",
+        type=Path,
+        help="a real NVFP4 checkpoint instead of a shape; --source: its bf16 model",
     )
     parser.add_argument("--source", type=Path)
-    parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
+    parser.add_argument(
+        "--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie"
+    )
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

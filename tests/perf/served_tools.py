@@ -37,8 +37,13 @@ from annie_quant.offline.prompts import Template, TurnRequest
 Gates = Sequence[dict[str, bool]]  # of each answer: gate → whether it passes
 GATES = ("tool_call", "tool_arguments", "tool_selection", "tool_values")
 ANNIE = ("tool_memory", "tool_web", "tool_surface")
-SEARCHED = ("tool_memory", "tool_web")  # those with the gate tool_call in a search's default workloads
-OTHERS = tuple(f"{p}/{n}.json" for p in ("home", "support") for n in ("tool_calls", "parallel_calls"))
+SEARCHED = (
+    "tool_memory",
+    "tool_web",
+)  # those with the gate tool_call in a search's default workloads
+OTHERS = tuple(
+    f"{p}/{n}.json" for p in ("home", "support") for n in ("tool_calls", "parallel_calls")
+)
 
 
 def requests_of(template: Template, longest: int) -> list[TurnRequest]:
@@ -47,10 +52,14 @@ def requests_of(template: Template, longest: int) -> list[TurnRequest]:
     return [r for r in requests if len(r.prompt) <= longest]
 
 
-def passes(template: Template, requests: Sequence[TurnRequest], answers: Path) -> list[dict[str, bool]]:
+def passes(
+    template: Template, requests: Sequence[TurnRequest], answers: Path
+) -> list[dict[str, bool]]:
     """Return the gates of each answer of a file of vllm_answers.py."""
     rows, ends = next(iter(read(answers).values())), template.end_tokens
-    pairs = ((r, template.answer(r, without_end(*rows[i][:2], ends))) for i, r in enumerate(requests))
+    pairs = (
+        (r, template.answer(r, without_end(*rows[i][:2], ends))) for i, r in enumerate(requests)
+    )
     return [checks(answer, r.case, r.workload) for r, answer in pairs]
 
 
@@ -63,7 +72,9 @@ def other_requests(template: Template) -> list[TurnRequest]:
 def pair_of(gate: str, before: Gates, after: Gates) -> PairedGate:
     """Return one gate's counts over the prompts that it applies to in `before`."""
     pairs = [(a[gate], b.get(gate, False)) for a, b in zip(before, after, strict=True) if gate in a]
-    return PairedGate(len(pairs), sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
+    return PairedGate(
+        len(pairs), sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    )
 
 
 def comparison(gate: str, before: Gates, after: Gates) -> str:
@@ -89,21 +100,31 @@ def served_forms(folder: Path, kinds: Sequence[str], work: Path) -> Iterator[tup
     if "w4a4" in kinds:
         yield folder.name, folder
     if "w4a16" in kinds and has_mixed_formats(folder):
-        print(f"{folder.name}: one declaration of W4A16 does not cover its other formats; left out", flush=True)
+        print(
+            f"{folder.name}: one declaration of W4A16 does not cover its other formats; left out",
+            flush=True,
+        )
     elif "w4a16" in kinds and quantizes_activations(folder):
         yield f"{folder.name}-w4a16", weight_only(folder, work)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bf16", type=Path)
     parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument(
-        "--python", type=Path, required=True, help="of vLLM's environment (tests/integration/vllm_cpu.py)"
+        "--python",
+        type=Path,
+        required=True,
+        help="of vLLM's environment (tests/integration/vllm_cpu.py)",
     )
     parser.add_argument("--kinds", default="w4a4", help="w4a4, w4a16 or both, comma-separated")
-    parser.add_argument("--others", action="store_true", help="also ask the other single-turn prompts of a search")
+    parser.add_argument(
+        "--others", action="store_true", help="also ask the other single-turn prompts of a search"
+    )
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
     args = parser.parse_args()
     template = Template(args.bf16)
@@ -121,17 +142,26 @@ def main() -> None:
     def of_search(gates: Gates) -> list[dict[str, bool]]:
         return [g for g, r in zip(gates, requests[""], strict=True) if r.workload.name in SEARCHED]
 
-    forms = [form for c in args.checkpoints for form in served_forms(c, args.kinds.split(","), args.work)]
+    forms = [
+        form for c in args.checkpoints for form in served_forms(c, args.kinds.split(","), args.work)
+    ]
     before = served(args.bf16.name, args.bf16)
     for label, folder in forms:
         after = served(label, folder)
         for gate in GATES:
             print(f"{label}, {comparison(gate, before, after)}", flush=True)
-        print(f"{label}, annie's alone, {comparison('tool_call', of_search(before), of_search(after))}", flush=True)
+        print(
+            f"{label}, annie's alone, {comparison('tool_call', of_search(before), of_search(after))}",
+            flush=True,
+        )
         if args.others:
-            others = [served(name, path, ".others") for name, path in ((args.bf16.name, args.bf16), (label, folder))]
+            others = [
+                served(name, path, ".others")
+                for name, path in ((args.bf16.name, args.bf16), (label, folder))
+            ]
             print(
-                f"{label}, {verdict_of_search(of_search(before) + others[0], of_search(after) + others[1])}", flush=True
+                f"{label}, {verdict_of_search(of_search(before) + others[0], of_search(after) + others[1])}",
+                flush=True,
             )
 
 

@@ -62,18 +62,30 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=TINY)
     parser.add_argument("--output", type=Path, default=Path("runs/strategies"))
     parser.add_argument(
-        "--spread", type=Path, nargs="+", metavar="DIR", help="print the components of the spread and stop"
+        "--spread",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="print the components of the spread and stop",
     )
-    parser.add_argument("--calib-data", type=Path, help="default: 500 conversations by the offline teacher, seed 0")
+    parser.add_argument(
+        "--calib-data", type=Path, help="default: 500 conversations by the offline teacher, seed 0"
+    )
     parser.add_argument("--calib-samples", type=int, default=256)
     parser.add_argument("--n", type=int, default=100, help="prompts a gate")
     parser.add_argument("--only", default=",".join(ROWS), help="rows, comma-separated")
-    parser.add_argument("--device", help="of the evaluation: cpu or cuda; default: a GPU where there is one")
-    parser.add_argument("--table", action="store_true", help="print the table of finished rows and stop")
+    parser.add_argument(
+        "--device", help="of the evaluation: cpu or cuda; default: a GPU where there is one"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of finished rows and stop"
+    )
     arguments = parser.parse_args()
     if arguments.spread:
         print(spread_table(arguments.spread))
@@ -103,7 +115,9 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
         calib_samples=arguments.calib_samples,
         exclude=exclude,
         force=True,
-        report=lambda line: print(f"{row}: {line}", flush=True) if "MB written" not in line else None,
+        report=lambda line: (
+            print(f"{row}: {line}", flush=True) if "MB written" not in line else None
+        ),
         **settings,
     )
     audit = checkpoint.audit(target, source=arguments.model)
@@ -148,7 +162,9 @@ def bits(folder: Path) -> float:
         if ".layers." not in name or not is_linear(name, info.shape):
             continue
         module = name.removesuffix(".weight")
-        size += sum(model.info(t).size_bytes for t in (name, f"{module}.weight_scale") if t in model)
+        size += sum(
+            model.info(t).size_bytes for t in (name, f"{module}.weight_scale") if t in model
+        )
         weights += info.elements * (2 if info.dtype == "U8" else 1)
     return 8 * size / weights
 
@@ -156,7 +172,9 @@ def bits(folder: Path) -> float:
 def table(folder: Path, model: Path) -> str:
     """Markdown: one line per row and numerics."""
     result = [read_json(p) for p in sorted(folder.glob("*.json"))]
-    result = sorted((f for f in result if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"]))
+    result = sorted(
+        (f for f in result if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"])
+    )
     if not result:
         return "nothing is finished yet"
     deciding = sorted(g for g, v in result[0]["reference_gates"].items() if not v.get("advisory"))
@@ -191,8 +209,15 @@ def spread_table(folders: list[Path]) -> str:
     The outcome of a prompt is 1 if the answer passes all deciding gates, less the same of its fine-tune's bf16 answer. So a
     fine-tune that is worse in bf16 already does not count as spread of a strategy.
     """
-    evaluations = [{p.stem: Evaluation.load(p) for p in sorted((folder / "eval").glob("*.json"))} for folder in folders]
-    names = [n for n in evaluations[0] if f"{n}-draw1" in evaluations[0] and all(n in e for e in evaluations)]
+    evaluations = [
+        {p.stem: Evaluation.load(p) for p in sorted((folder / "eval").glob("*.json"))}
+        for folder in folders
+    ]
+    names = [
+        n
+        for n in evaluations[0]
+        if f"{n}-draw1" in evaluations[0] and all(n in e for e in evaluations)
+    ]
     factors = (*FACTORS, "fine-tune")
     lines = [
         "| strategy | numerics | right answers (bf16's) | points against bf16, 95 % | "
@@ -203,10 +228,13 @@ def spread_table(folders: list[Path]) -> str:
     tables: dict[str, dict[str, Any]] = {}
     for name in names:
         draws = [
-            [e[name], *(e[f"{name}-draw{k}"] for k in range(1, len(e)) if f"{name}-draw{k}" in e)] for e in evaluations
+            [e[name], *(e[f"{name}-draw{k}"] for k in range(1, len(e)) if f"{name}-draw{k}" in e)]
+            for e in evaluations
         ]
         for kind in draws[0][0].numerics:
-            right = same_shape(name, kind, [right_answers(own, kind) for own in draws], draws, evaluations)
+            right = same_shape(
+                name, kind, [right_answers(own, kind) for own in draws], draws, evaluations
+            )
             bf16 = np.stack([right_answers([e["bf16"]], "bf16") for e in evaluations], axis=-1)
             tables.setdefault(kind, {})[name] = right - bf16
             own = variance.spread(right - bf16, factors)
@@ -218,25 +246,35 @@ def spread_table(folders: list[Path]) -> str:
                 f"{'×'.join(map(str, right.shape))} | "
                 f"{points(own.mean)} ({points(own.low)} to {points(own.high)}) | "
                 + " | ".join(
-                    f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})" if c else "–" for c in parts
+                    f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})"
+                    if c
+                    else "–"
+                    for c in parts
                 )
                 + f" | {100 * sum(rest.values()) ** 0.5:.2f} ({largest} {100 * rest[largest] ** 0.5:.2f}) |"
             )
     for kind, by_strategy in tables.items():
         ranked = variance.ranking(by_strategy, factors) if len(by_strategy) > 1 else []
-        lines += [f"- {kind}: {a} before {b}, {points(d.mean)} points, p {p:.2g}" for a, b, d, p in ranked]
+        lines += [
+            f"- {kind}: {a} before {b}, {points(d.mean)} points, p {p:.2g}" for a, b, d, p in ranked
+        ]
         lines += [] if ranked else [f"- {kind}: the spread allows no order"]
     return "\n".join(lines)
 
 
 def same_shape(
-    name: str, kind: str, parts: list[Any], draws: list[list[Evaluation]], evaluations: list[dict[str, Evaluation]]
+    name: str,
+    kind: str,
+    parts: list[Any],
+    draws: list[list[Evaluation]],
+    evaluations: list[dict[str, Evaluation]],
 ) -> Any:
     """Return the fine-tunes' outcomes as one table [prompts, draws, arithmetics, fine-tunes]; stops if they do not match."""
     everything = [e for own in draws for e in own] + [e["bf16"] for e in evaluations]
     # A gate's prompts may depend on bf16's answers (only text can have markdown), all together do not.
     prompts = [
-        list(dict.fromkeys(p for gate in e.prompts if decides(gate) for p in e.prompts[gate])) for e in everything
+        list(dict.fromkeys(p for gate in e.prompts if decides(gate) for p in e.prompts[gate]))
+        for e in everything
     ]
     if len({part.shape for part in parts}) > 1 or any(own != prompts[0] for own in prompts):
         raise SystemExit(

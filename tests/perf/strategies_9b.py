@@ -42,17 +42,28 @@ def make(folder: Path, layers: int, experts: int) -> None:
 
     config = AutoConfig.from_pretrained(TINY, trust_remote_code=False)
     if experts:
-        config = Qwen3_5MoeTextConfig(num_experts=experts, eos_token_id=config.eos_token_id, tie_word_embeddings=False)
+        config = Qwen3_5MoeTextConfig(
+            num_experts=experts, eos_token_id=config.eos_token_id, tie_word_embeddings=False
+        )
     for key, value in (SHAPE | (MIXTURE if experts else {})).items():
         setattr(config, key, value)
     config.num_hidden_layers = layers
-    config.layer_types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    config.layer_types = [
+        "full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)
+    ]
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         shutil.copyfile(TINY / name, folder / name)
     generate("annie", teacher="offline", n=100, output=folder / "calibration.jsonl")
 
@@ -92,16 +103,26 @@ def run(folder: Path, strategy: str, every: float) -> None:
 def extrapolate(lines: Path) -> None:
     """A straight line through two layer counts: a fixed part (embedding, head, start) and a part per layer, at least 0."""
     rows = [json.loads(line) for line in lines.read_text().splitlines() if line.startswith("{")]
-    print("| strategy | measured (layers: s, GPU GB, host GB) | 9B: min, GPU GB, file GB | 27B: min, GPU GB, file GB |")
+    print(
+        "| strategy | measured (layers: s, GPU GB, host GB) | 9B: min, GPU GB, file GB | 27B: min, GPU GB, file GB |"
+    )
     print("|---|---|---|---|")
     for strategy in dict.fromkeys(r["strategy"] for r in rows):
         mine = sorted((r for r in rows if r["strategy"] == strategy), key=lambda r: r["layers"])
         low, high = mine[0], mine[-1]
         if low is high:
             continue
-        cells = ["; ".join(f"{r['layers']}: {r['seconds']}, {r['gpu_peak_gb']}, {r['host_peak_gb']}" for r in mine)]
+        cells = [
+            "; ".join(
+                f"{r['layers']}: {r['seconds']}, {r['gpu_peak_gb']}, {r['host_peak_gb']}"
+                for r in mine
+            )
+        ]
         for layers, weight in FULL.values():
-            at = [line(low, high, key, layers * weight) for key in ("seconds", "gpu_peak_gb", "size_gb")]
+            at = [
+                line(low, high, key, layers * weight)
+                for key in ("seconds", "gpu_peak_gb", "size_gb")
+            ]
             cells.append(f"{at[0] / 60:.1f}, {at[1]:.0f}, {at[2]:.1f}")
         print(f"| {strategy} | {' | '.join(cells)} |")
 
@@ -112,13 +133,17 @@ def line(low: dict, high: dict, key: str, layers: float) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["make", "run", "extrapolate"])
     parser.add_argument("path", type=Path)
     parser.add_argument("strategy", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=0, help="0: dense; 256: Qwen3.6-35B-A3B's")
-    parser.add_argument("--every", type=float, default=0, metavar="SECONDS", help="print the progress; 0: not")
+    parser.add_argument(
+        "--every", type=float, default=0, metavar="SECONDS", help="print the progress; 0: not"
+    )
     inputs = parser.parse_args()
     if inputs.what == "make":
         make(inputs.path, inputs.layers, inputs.experts)

@@ -64,7 +64,10 @@ def offline_tensors(folder: Path, profile: str, tokens: list[int]) -> dict[str, 
 
     with emulate(model, find_profile(profile)):
         for name, module in model.named_modules():
-            if type(module).__name__.endswith(("Linear", "Norm", "NormGated")) and name != "lm_head":
+            if (
+                type(module).__name__.endswith(("Linear", "Norm", "NormGated"))
+                and name != "lm_head"
+            ):
                 before, after = keep(name.removeprefix("model."))
                 module.register_forward_pre_hook(before)
                 module.register_forward_hook(after)
@@ -76,7 +79,9 @@ def offline_tensors(folder: Path, profile: str, tokens: list[int]) -> dict[str, 
         for fused, parts in SERVED_AS_ONE.items():
             if parent.endswith(parts[0]):
                 names = [f"{parent.removesuffix(parts[0])}{part}.{end}" for part in parts]
-                whole = tensors[names[0]] if end == "in" else torch.cat([tensors[n] for n in names], -1)
+                whole = (
+                    tensors[names[0]] if end == "in" else torch.cat([tensors[n] for n in names], -1)
+                )
                 tensors[f"{parent.removesuffix(parts[0])}{fused}.{end}"] = whole
     return tensors
 
@@ -87,13 +92,19 @@ def in_order(names: Iterator[str]) -> list[str]:
     def key(name: str) -> tuple[int, int, bool]:
         layer = re.match(r"layers\.(\d+)\.", name)
         place = next((i for i, part in enumerate(ORDER) if part in name), len(ORDER))
-        return (int(layer[1]) if layer else 10**6 + (name == "logits"), place, name.endswith(".out"))
+        return (
+            int(layer[1]) if layer else 10**6 + (name == "logits"),
+            place,
+            name.endswith(".out"),
+        )
 
     return sorted(names, key=key)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--python", type=Path, help="the python of vLLM's environment")
     parser.add_argument("--served", type=Path)
@@ -103,18 +114,31 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="of predict_server.py: WORK/prompts.N.json")
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--tokens", type=Path)
-    parser.add_argument("--layers", type=int, default=2, help="layers whose tensors are printed one by one")
+    parser.add_argument(
+        "--layers", type=int, default=2, help="layers whose tensors are printed one by one"
+    )
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     tokens = json.loads((arguments.tokens or arguments.prompts).read_text())
     tokens = tokens if arguments.tokens else tokens[arguments.prompt]["prompt"]
     (work / "tokens.json").write_text(json.dumps(tokens))
-    program, output = Path(__file__).with_name("vllm_trace.py"), arguments.served or work / "served.safetensors"
+    program, output = (
+        Path(__file__).with_name("vllm_trace.py"),
+        arguments.served or work / "served.safetensors",
+    )
     if arguments.served is None:
-        command = [arguments.python, program, arguments.checkpoint.resolve(), work / "tokens.json", output]
+        command = [
+            arguments.python,
+            program,
+            arguments.checkpoint.resolve(),
+            work / "tokens.json",
+            output,
+        ]
         with (work / "vllm.log").open("w") as log:
-            subprocess.run([*command, "--kernel", arguments.kernel], check=True, stdout=log, stderr=log)
+            subprocess.run(
+                [*command, "--kernel", arguments.kernel], check=True, stdout=log, stderr=log
+            )
     from safetensors.torch import load_file
 
     served = load_file(output)
@@ -131,7 +155,10 @@ def main() -> None:
             first = name
         if not parted and error > PARTED:
             parted = name
-        if name == "logits" or int((re.match(r"layers\.(\d+)\.", name) or [0, 10**6])[1]) < arguments.layers:
+        if (
+            name == "logits"
+            or int((re.match(r"layers\.(\d+)\.", name) or [0, 10**6])[1]) < arguments.layers
+        ):
             print(f"  {name:45} {100 * share:6.2f} %  {error:.2e}")
     print(f"first with more than 1 % of its values different: {first or 'none'}")
     print(f"first that parts (error above {PARTED}): {parted or 'none'}")

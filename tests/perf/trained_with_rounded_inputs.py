@@ -75,33 +75,51 @@ def scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 class Training(norm_tuning.NormTuning):
     """NormTuning with trained weights [N, K] or, with `scales`, latent codes, by linear."""
 
-    def __init__(self, trial: Trial, plan: QuantizationPlan, samples: Any, seed: int, what: str) -> None:
+    def __init__(
+        self, trial: Trial, plan: QuantizationPlan, samples: Any, seed: int, what: str
+    ) -> None:
         super().__init__(trial, plan, samples, {**text.RESPONSE, text.PROMPT: PROMPT}, seed)
         prefix = f"{self.model.base_model_prefix}."
         for name in plan.formats:  # where hidden() finds a trained linear
-            self.names[name] = trial.family.in_form(f"{name}.weight", multimodal=False).removeprefix(prefix)
-        self.scales = {n: self.block_scales(t) for n, t in plan.packed.items()} if what == "codes" else {}
+            self.names[name] = trial.family.in_form(
+                f"{name}.weight", multimodal=False
+            ).removeprefix(prefix)
+        self.scales = (
+            {n: self.block_scales(t) for n, t in plan.packed.items()} if what == "codes" else {}
+        )
         self.trained: dict[str, torch.Tensor] = {}
         for name in plan.formats if what in ("codes", "weights") else ():
             weight = trial.parameter(f"{name}.weight").float().clone()
-            self.trained[name] = (self.latent(name, weight) if self.scales else weight).requires_grad_()
+            self.trained[name] = (
+                self.latent(name, weight) if self.scales else weight
+            ).requires_grad_()
 
     def block_scales(self, tensor: nvfp4.Tensor) -> torch.Tensor:
-        scales = torch.from_numpy(tensor.block_scale.astype(np.float32)) * float(tensor.tensor_scale)
+        scales = torch.from_numpy(tensor.block_scale.astype(np.float32)) * float(
+            tensor.tensor_scale
+        )
         return scales.clamp_min(1e-12).to(self.device)
 
     def latent(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the code of each weight, moved towards the weight by at most half of the way to where another code begins."""
         scales = 1 / self.scales[name]
-        code = scaled(torch.from_numpy(nvfp4.unpack(self.plan.packed[name], "float32")).to(self.device), scales)
+        code = scaled(
+            torch.from_numpy(nvfp4.unpack(self.plan.packed[name], "float32")).to(self.device),
+            scales,
+        )
         size, sign = code.abs(), torch.where(code < 0, -1.0, 1.0)
-        outward = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, torch.where(size < 6, 1.0, 10.0)))
+        outward = torch.where(
+            size < 2, 0.25, torch.where(size < 4, 0.5, torch.where(size < 6, 1.0, 10.0))
+        )
         inward = torch.where(size <= 2, 0.25, torch.where(size <= 4, 0.5, 1.0))
         offset = (scaled(weight, scales) - code) * sign
         return code + sign * torch.maximum(torch.minimum(offset, outward / 2), -inward / 2)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {n: Straight.apply(t, self.scales[n]) if self.scales else t for n, t in self.trained.items()}
+        return {
+            n: Straight.apply(t, self.scales[n]) if self.scales else t
+            for n, t in self.trained.items()
+        }
 
     def hidden(self, ids: torch.Tensor, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """As the base's, with the trained weights where there are norms: without, the source's own states are asked for."""
@@ -117,7 +135,11 @@ class Training(norm_tuning.NormTuning):
         optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, eps=1e-12)
         rates, waiting = [g["lr"] for g in optimizer.param_groups], list[int]()
         for step in range(steps):
-            decay = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1.0, (step + 1) / norm_tuning.WARM_UP)
+            decay = (
+                0.5
+                * (1 + math.cos(math.pi * step / steps))
+                * min(1.0, (step + 1) / norm_tuning.WARM_UP)
+            )
             for group, most in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = most * decay
             waiting = waiting or self.random.sample(range(len(self.batches)), len(self.batches))
@@ -138,7 +160,9 @@ class Scorer:
     def __init__(self, folder: ModelFolder, answers: list[TrialAnswer], draw: int) -> None:
         self.trial, self.draw, self.start = Trial(folder, answers), draw, time.monotonic()
 
-    def show(self, name: str, plan: QuantizationPlan, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def show(
+        self, name: str, plan: QuantizationPlan, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Print a plan's figures. weights: of linears, in place of the plan's."""
         scored = replace(plan, packed={}) if weights else plan
         with self.trial.changed(weights or {}):
@@ -150,11 +174,16 @@ def own_answers(model: Path, cases: int, cache: Path) -> list[TrialAnswer]:
     with open_pair(EvaluationJob(checkpoint=model, reference=model, cache=cache)) as pair:
         scored = pair.scored(pair.reference.answer(chosen_workloads("bfcl", cases), pair.progress))
         decides = [torch.tensor(pair.template.decisions(s.target, s.thinking)) for s in scored]
-    return [TrialAnswer(Row(s.prompt, s.target), d, i) for i, (s, d) in enumerate(zip(scored, decides, strict=True))]
+    return [
+        TrialAnswer(Row(s.prompt, s.target), d, i)
+        for i, (s, d) in enumerate(zip(scored, decides, strict=True))
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--samples", type=int, default=256)
@@ -173,7 +202,13 @@ def main() -> None:
 
     def rounded(model: Path) -> QuantizationPlan:
         (work / model.name).mkdir()
-        job = Job(model, work / model.name / "out", scale="sweep", seed=a.draw, work=work / model.name / "work")
+        job = Job(
+            model,
+            work / model.name / "out",
+            scale="sweep",
+            seed=a.draw,
+            work=work / model.name / "work",
+        )
         return round_model(job, formats, learned, Method(PROMPT), SILENT)
 
     def training(what: str, plan: QuantizationPlan) -> Training:
@@ -200,7 +235,9 @@ def main() -> None:
         )
         values = {n: t.detach() for n, t in own.weights().items()}
         scorer.show(
-            f"codes and norms ({changed:.2%} of the codes changed)", replace(plan, weights=norms_of(own)), values
+            f"codes and norms ({changed:.2%} of the codes changed)",
+            replace(plan, weights=norms_of(own)),
+            values,
         )
     if a.weights:
         own = training("weights", plan)
@@ -209,7 +246,10 @@ def main() -> None:
         scorer.show("weights, unrounded", plan, {n: t.detach() for n, t in own.trained.items()})
         source = work / "source" / "trained"  # rounded() works in a folder of its name
         own.trial.model.load_state_dict(
-            {own.trial.family.in_form(f"{n}.weight", multimodal=False): t.detach() for n, t in own.trained.items()},
+            {
+                own.trial.family.in_form(f"{n}.weight", multimodal=False): t.detach()
+                for n, t in own.trained.items()
+            },
             strict=False,
         )
         own.trial.model.save_pretrained(source)

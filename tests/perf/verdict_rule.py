@@ -38,15 +38,43 @@ WORKLOADS = {
 }
 CASES = {
     # name: (rate of the reference, discordant share in each direction, true loss) of each workload's own gate
-    "no difference, tool calls at 50 %, 10 % change each way": ({"tools": (0.5, 0.10)}, (0.98, 0.005), {}),
-    "no difference, tool calls at 99 %, 1 % change each way": ({"tools": (0.98, 0.01)}, (0.98, 0.005), {}),
+    "no difference, tool calls at 50 %, 10 % change each way": (
+        {"tools": (0.5, 0.10)},
+        (0.98, 0.005),
+        {},
+    ),
+    "no difference, tool calls at 99 %, 1 % change each way": (
+        {"tools": (0.98, 0.01)},
+        (0.98, 0.005),
+        {},
+    ),
     "no difference, 3 % of all answers change each way": ({}, (0.9, 0.03), {}),
     "no answer changes": ({}, (1.0, 0.0), {}),
-    "tool calls lose 10 points, 1 % change each way": ({"tools": (0.98, 0.01)}, (0.98, 0.005), {"tools": 0.10}),
-    "tool calls lose 10 points, 3 % change each way": ({"tools": (0.95, 0.03)}, (0.98, 0.005), {"tools": 0.10}),
-    "tool calls lose 10 points, 10 % change each way": ({"tools": (0.6, 0.10)}, (0.98, 0.005), {"tools": 0.10}),
-    "tool calls lose 5 points (the margin), 1 % each way": ({"tools": (0.98, 0.01)}, (0.98, 0.005), {"tools": 0.05}),
-    "every workload loses 4 points, 0.5 % each way": ({}, (0.98, 0.005), dict.fromkeys(WORKLOADS, 0.04)),
+    "tool calls lose 10 points, 1 % change each way": (
+        {"tools": (0.98, 0.01)},
+        (0.98, 0.005),
+        {"tools": 0.10},
+    ),
+    "tool calls lose 10 points, 3 % change each way": (
+        {"tools": (0.95, 0.03)},
+        (0.98, 0.005),
+        {"tools": 0.10},
+    ),
+    "tool calls lose 10 points, 10 % change each way": (
+        {"tools": (0.6, 0.10)},
+        (0.98, 0.005),
+        {"tools": 0.10},
+    ),
+    "tool calls lose 5 points (the margin), 1 % each way": (
+        {"tools": (0.98, 0.01)},
+        (0.98, 0.005),
+        {"tools": 0.05},
+    ),
+    "every workload loses 4 points, 0.5 % each way": (
+        {},
+        (0.98, 0.005),
+        dict.fromkeys(WORKLOADS, 0.04),
+    ),
 }
 
 
@@ -76,12 +104,35 @@ FEWER = (0.5, 0.7, 0.8, 1.0, 1.0)  # share of the faults that fail each of CALL_
 CALL_CASES = {
     "calls: no difference, 10 % change each way, one gate": (0.6, 0.10, 0.0, (1.0,)),
     "calls: 10 points lost, 10 % change each way, one gate": (0.6, 0.10, 0.10, (1.0,)),
-    "calls: no difference, 10 % change each way, five gates fail together": (0.6, 0.10, 0.0, (1.0,) * 5),
-    "calls: 10 points lost, 10 % change each way, five gates fail together": (0.6, 0.10, 0.10, (1.0,) * 5),
+    "calls: no difference, 10 % change each way, five gates fail together": (
+        0.6,
+        0.10,
+        0.0,
+        (1.0,) * 5,
+    ),
+    "calls: 10 points lost, 10 % change each way, five gates fail together": (
+        0.6,
+        0.10,
+        0.10,
+        (1.0,) * 5,
+    ),
     "calls: no difference, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.0, FEWER),
-    "calls: 10 points lost, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.10, FEWER),
+    "calls: 10 points lost, 10 % change each way, five gates fail in part": (
+        0.6,
+        0.10,
+        0.10,
+        FEWER,
+    ),
 }
-BESIDE = ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual", "stop", "thinking_leak")
+BESIDE = (
+    "tool_call",
+    "tool_arguments",
+    "abstention",
+    "no_markdown",
+    "factual",
+    "stop",
+    "thinking_leak",
+)
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
@@ -93,7 +144,9 @@ def uniforms(rng: np.random.Generator, n: int, members: int, alike: float) -> It
         yield np.where(rng.random(n) < alike, shared, own) if alike else own
 
 
-def calls(n: int, rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0) -> list[Pairs]:
+def calls(
+    n: int, rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0
+) -> list[Pairs]:
     """As answers(), with n tool calls of which one fault fails several gates: a fault of severity s fails those that reach s."""
     rate, change, loss, shares = case
     gates = CALL_GATES[-len(shares) :]
@@ -105,7 +158,8 @@ def calls(n: int, rng: np.random.Generator, case: tuple, members: int, alike: fl
         new = draw < np.where(old, 1 - (change + loss) / rate, change / (1 - rate))
         for before, after, hard in zip(old, new, severity, strict=True):
             row = [
-                {g: bool(ok or hard >= share) for g, share in zip(gates, shares, strict=True)} for ok in (before, after)
+                {g: bool(ok or hard >= share) for g, share in zip(gates, shares, strict=True)}
+                for ok in (before, after)
             ]
             pairs.append((row[0], row[1]))
     return result
@@ -128,13 +182,20 @@ def answers(
         also = dict.fromkeys(further, True)
         for pairs, draw in zip(result, uniforms(rng, n, members, alike), strict=True):
             # Given that the reference is right, change + loss of all prompts are lost; given that it is wrong, change are won.
-            chance = np.where(old, 1 - (change + loss) / rate, change / (1 - rate) if rate < 1 else 0.0)
+            chance = np.where(
+                old, 1 - (change + loss) / rate, change / (1 - rate) if rate < 1 else 0.0
+            )
             new = draw < chance
-            pairs += [({gate: bool(o), **also}, {gate: bool(c), **also}) for o, c in zip(old, new, strict=True)]
+            pairs += [
+                ({gate: bool(o), **also}, {gate: bool(c), **also})
+                for o, c in zip(old, new, strict=True)
+            ]
     return result
 
 
-def same_answers(rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0) -> list[Pairs]:
+def same_answers(
+    rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0
+) -> list[Pairs]:
     """As answers(), of gates that the reference passes by definition; each gate's changes are independent (the worst case)."""
     n, share, worse, worse_share = case
     chances = np.array([worse_share if gate in worse else share for gate in REFERENCE_GATES])
@@ -171,10 +232,15 @@ def verdict_of_leaks(n: int, key: tuple[tuple[int, int], ...]) -> str:
 
     def rows(lost: int, won: int) -> Pairs:
         leaking = [(True, False)] * lost + [(False, True)] * won + [(True, True)] * (n - lost - won)
-        return [({"thinking_leak": o, "non_empty": True}, {"thinking_leak": c, "non_empty": True}) for o, c in leaking]
+        return [
+            ({"thinking_leak": o, "non_empty": True}, {"thinking_leak": c, "non_empty": True})
+            for o, c in leaking
+        ]
 
     pairs = {f"w4a4+{i}": pair_checks(rows(*counts)) for i, counts in enumerate(key)}
-    return judge_members({k: v[0] for k, v in pairs.items()}, {k: v[1] for k, v in pairs.items()}).verdict
+    return judge_members(
+        {k: v[0] for k, v in pairs.items()}, {k: v[1] for k, v in pairs.items()}
+    ).verdict
 
 
 def simulate(
@@ -214,14 +280,19 @@ def powers(n: int, change: float, loss: float, level: float) -> dict[str, float]
     exact = binom.cdf(won, lost + won, 0.5)
     mid = exact - binom.pmf(won, lost + won, 0.5) / 2
     score = norm.sf((lost - won) / np.sqrt(np.maximum(lost + won, 1)))
-    result = {name: float(truth[p <= level].sum()) for name, p in (("exact", exact), ("mid-p", mid), ("score", score))}
+    result = {
+        name: float(truth[p <= level].sum())
+        for name, p in (("exact", exact), ("mid-p", mid), ("score", score))
+    }
     with np.errstate(divide="ignore", invalid="ignore"):
         order = np.argsort(-np.where(null > 0, truth / null, np.inf), axis=None)
     level_used = np.cumsum(null.ravel()[order])
     cut = int(np.searchsorted(level_used, level))
     rest = level - (level_used[cut - 1] if cut else 0.0)
     power = truth.ravel()[order]
-    return result | {"best": float(power[:cut].sum() + power[cut] * rest / null.ravel()[order][cut])}
+    return result | {
+        "best": float(power[:cut].sum() + power[cut] * rest / null.ravel()[order][cut])
+    }
 
 
 def least_prompts(change: float, loss: float, level: float, power: float = 0.95) -> int:
@@ -265,7 +336,9 @@ def few_answers(name: str, n: int, share: float) -> float:
     """Chance that a gate with n answers, of which this share is lost, keeps next to gates of 100 that lose nothing."""
     kept = 0.0
     for lost, chance in enumerate(binom.pmf(np.arange(n + 1), n, share)):
-        gates = {gate: PairedGate(100, 0, 0, passed=100) for gate in BESIDE} | {name: PairedGate(n, lost, 0, passed=n)}
+        gates = {gate: PairedGate(100, 0, 0, passed=100) for gate in BESIDE} | {
+            name: PairedGate(n, lost, 0, passed=n)
+        }
         kept += float(chance) * (judge_members({"w4a4": gates}).verdict == "keeps")
     return kept
 
@@ -273,7 +346,13 @@ def few_answers(name: str, n: int, share: float) -> float:
 def coverage(rng: np.random.Generator, runs: int) -> list[tuple[int, float, float, float]]:
     """(n, discordant share each way, true difference, share of 90 % intervals that contain it)."""
     rows = []
-    for n, change, loss in ((25, 0.02, 0.0), (100, 0.02, 0.0), (100, 0.02, 0.05), (240, 0.1, 0.05), (505, 0.01, 0.02)):
+    for n, change, loss in (
+        (25, 0.02, 0.0),
+        (100, 0.02, 0.0),
+        (100, 0.02, 0.05),
+        (240, 0.1, 0.05),
+        (505, 0.01, 0.02),
+    ):
         draws = rng.multinomial(n, [change + loss, change, 1 - 2 * change - loss], runs)
         inside = 0
         for lost, won, _ in draws:
@@ -288,24 +367,44 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--members", type=int, default=1)
     parser.add_argument(
-        "--alike", type=float, default=0.0, help="Chance that a member changes an answer as all members do."
+        "--alike",
+        type=float,
+        default=0.0,
+        help="Chance that a member changes an answer as all members do.",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--n", type=int, default=340, help="Tool calls in the cases that begin with 'calls'.")
-    parser.add_argument("--only", default="", help="Cases whose name contains this text.")
-    parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
     parser.add_argument(
-        "--same", action="store_true", help="Only the chances of one gate that compares with bf16's answer."
+        "--n", type=int, default=340, help="Tool calls in the cases that begin with 'calls'."
     )
-    parser.add_argument("--few", action="store_true", help="Only the chances that gates with few answers keep.")
-    parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
+    parser.add_argument("--only", default="", help="Cases whose name contains this text.")
+    parser.add_argument(
+        "--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate."
+    )
+    parser.add_argument(
+        "--same",
+        action="store_true",
+        help="Only the chances of one gate that compares with bf16's answer.",
+    )
+    parser.add_argument(
+        "--few", action="store_true", help="Only the chances that gates with few answers keep."
+    )
+    parser.add_argument(
+        "--power",
+        action="store_true",
+        help="Only the power of the tests of one gate, by enumeration.",
+    )
     options = parser.parse_args()
     start = time.monotonic()
     print(json.dumps(vars(options)))
     if options.power:
         # 5 % / 6: five gates that fail together and the pooled verdict by Holm's method; 2.5 % by Hochberg's.
-        for n_prompts, level, change in itertools.product((240, 340), (0.05, 0.025, 0.05 / 6), (0.01, 0.03, 0.10)):
-            text = ", ".join(f"{name} {power:.1%}" for name, power in powers(n_prompts, change, 0.10, level).items())
+        for n_prompts, level, change in itertools.product(
+            (240, 340), (0.05, 0.025, 0.05 / 6), (0.01, 0.03, 0.10)
+        ):
+            text = ", ".join(
+                f"{name} {power:.1%}"
+                for name, power in powers(n_prompts, change, 0.10, level).items()
+            )
             n = least_prompts(change, 0.10, level)
             print(
                 f"n {n_prompts}, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
@@ -313,14 +412,21 @@ def main() -> None:
         return
     if options.same:
         shares = (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.10, 0.15)
-        print("keeps / loses, by the true share of changed answers: " + ", ".join(f"{s:.0%}" for s in shares))
+        print(
+            "keeps / loses, by the true share of changed answers: "
+            + ", ".join(f"{s:.0%}" for s in shares)
+        )
         for n in (60, 100, 200, 400):
             rows = [same_gate(n, share) for share in shares]
-            print(f"n {n}: " + ", ".join(f"{row['keeps']:.2f} / {row['loses']:.2f}" for row in rows))
+            print(
+                f"n {n}: " + ", ".join(f"{row['keeps']:.2f} / {row['loses']:.2f}" for row in rows)
+            )
         return
     if options.few:
         sizes = (9, 10, 20, 30, 40, 51, 52, 100)
-        for name, share in itertools.product(("same_language", "same_tool", "call_rate", "same_validity"), (0.01, 0.1)):
+        for name, share in itertools.product(
+            ("same_language", "same_tool", "call_rate", "same_validity"), (0.01, 0.1)
+        ):
             text = ", ".join(f"n {n} {few_answers(name, n, share):.1%}" for n in sizes)
             print(f"{name}, {share:.0%} lost: keeps {text}")
         return
@@ -328,12 +434,19 @@ def main() -> None:
         for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):
             shares = with_looks(n, change + loss, change, options.runs, options.seed)
             text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
-            print(f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}", flush=True)
+            print(
+                f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}",
+                flush=True,
+            )
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(partial(calls, options.n), name, case) for name, case in CALL_CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
-    for unused in ("least_n", "detectable_loss", "detectable_excess"):  # no verdict depends on them, and they are slow
+    for unused in (
+        "least_n",
+        "detectable_loss",
+        "detectable_excess",
+    ):  # no verdict depends on them, and they are slow
         setattr(rule.stats, unused, lambda *_: None)
     rule.stats.score_interval = lru_cache(None)(score_interval)
     functions = {name: partial(simulate, draw, case, options.alike) for draw, name, case in cases}
@@ -342,7 +455,9 @@ def main() -> None:
         if options.only not in name:
             continue
         shares = function(options.runs, options.seed, options.members)
-        low, high = wilson(round((shares["loses"] + shares["fragile"]) * options.runs), options.runs)
+        low, high = wilson(
+            round((shares["loses"] + shares["fragile"]) * options.runs), options.runs
+        )
         text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
         print(f"{name}: {text}; loses or fragile {low:.1%} to {high:.1%} (95 %)", flush=True)
     for n, change, difference, inside in (

@@ -64,8 +64,12 @@ def register_text_only(folder: str) -> str:
     without_state: Any = getattr(qwen3_5, architecture)
 
     class TextOnly(without_state, IsHybrid):
-        get_mamba_state_dtype_from_config = classmethod(with_vision.get_mamba_state_dtype_from_config.__func__)
-        get_mamba_state_shape_from_config = classmethod(with_vision.get_mamba_state_shape_from_config.__func__)
+        get_mamba_state_dtype_from_config = classmethod(
+            with_vision.get_mamba_state_dtype_from_config.__func__
+        )
+        get_mamba_state_shape_from_config = classmethod(
+            with_vision.get_mamba_state_shape_from_config.__func__
+        )
         get_mamba_state_copy_func = classmethod(with_vision.get_mamba_state_copy_func.__func__)
 
     config.MODELS_CONFIG_MAP[architecture] = config.MODELS_CONFIG_MAP[TEXT_ONLY[architecture]]
@@ -89,7 +93,9 @@ def exact_products() -> None:
     from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as utils
 
     def apply_weights(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-        rows = utils.ref_nvfp4_quant_dequant(x.reshape(-1, x.shape[-1]).float(), layer.input_global_scale_inv, 16)
+        rows = utils.ref_nvfp4_quant_dequant(
+            x.reshape(-1, x.shape[-1]).float(), layer.input_global_scale_inv, 16
+        )
         if not hasattr(layer, "exact_weight"):
             layer.exact_weight = utils.dequantize_to_dtype(
                 layer.weight.data.view(torch.uint8), layer.weight_scale.data, layer.weight_global_scale,
@@ -164,16 +170,23 @@ def answers(
                 [[int(token), round(entry.logprob, 5)] for token, entry in position.items()]
                 for position in (first.logprobs or [])[:TRACED]
             ]
-            yield int(output.request_id), [list(first.token_ids), first.finish_reason == "stop", best]
+            yield (
+                int(output.request_id),
+                [list(first.token_ids), first.finish_reason == "stop", best],
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--cuts", default="16,1")
-    parser.add_argument("--again", type=int, help="prompts of the cuts after the first; default: all")
+    parser.add_argument(
+        "--again", type=int, help="prompts of the cuts after the first; default: all"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of everything that is not packed")
     parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
     arguments = parser.parse_args()
@@ -191,8 +204,16 @@ def main() -> None:
     rows = json.loads(arguments.prompts.read_text())
     log = AnswerLog(arguments.output)
     kernel, device = kernel_name(model_of(llm)), "cpu" if on_cpu else torch.cuda.get_device_name(0)
-    log.write(vllm=vllm.__version__, device=device, kernel=kernel, threads=torch.get_num_threads(), seconds=seconds)
-    for cut, indices in missing(arguments.output, arguments.cuts, len(rows), arguments.again).items():
+    log.write(
+        vllm=vllm.__version__,
+        device=device,
+        kernel=kernel,
+        threads=torch.get_num_threads(),
+        seconds=seconds,
+    )
+    for cut, indices in missing(
+        arguments.output, arguments.cuts, len(rows), arguments.again
+    ).items():
         begin = time.monotonic()
         for index, answer in answers(llm, rows, int(cut), indices):
             log.add(cut, index, answer)

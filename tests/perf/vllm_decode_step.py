@@ -38,7 +38,9 @@ def sigmoid_exact(b: torch.Tensor) -> torch.Tensor:
     return b.float().sigmoid()
 
 
-def decode_step(sigmoid: Callable[[torch.Tensor], torch.Tensor], epsilon: float) -> Callable[..., torch.Tensor]:
+def decode_step(
+    sigmoid: Callable[[torch.Tensor], torch.Tensor], epsilon: float
+) -> Callable[..., torch.Tensor]:
     """Return a replacement of vLLM's kernel: one step of the recurrence in float32. q, k, v: [1, B, heads, D]."""
 
     def step(
@@ -60,7 +62,9 @@ def decode_step(sigmoid: Callable[[torch.Tensor], torch.Tensor], epsilon: float)
         query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
         decay = torch.exp(-A_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
         state = initial_state_source[slots] * decay[:, :, None, None]
-        error = v.float().reshape(-1, heads, v.shape[-1]) - torch.einsum("nhkv,nhk->nhv", state, key)
+        error = v.float().reshape(-1, heads, v.shape[-1]) - torch.einsum(
+            "nhkv,nhk->nhv", state, key
+        )
         state = state + key.unsqueeze(-1) * (error * sigmoid(b).float().unsqueeze(-1)).unsqueeze(-2)
         initial_state_source[slots] = state
         return (torch.einsum("nhkv,nhk->nhv", state, query) * size**-0.5).to(q.dtype).unsqueeze(1)
@@ -78,7 +82,9 @@ VARIANTS: dict[str, Callable[..., torch.Tensor] | None] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--variants", default=",".join(VARIANTS))
@@ -94,9 +100,14 @@ def main() -> None:
     for name in arguments.variants.split(","):
         kernels.fused_sigmoid_gating_delta_rule_update_cpu = VARIANTS[name] or own
         answers = [answer[0] for _, answer in sorted(vllm_answers.answers(llm, rows, 16))]
-        unclosed = [i for i, tokens in enumerate(answers) if opens in tokens and closes not in tokens]
+        unclosed = [
+            i for i, tokens in enumerate(answers) if opens in tokens and closes not in tokens
+        ]
         n_opened = sum(opens in tokens for tokens in answers)
-        print(f"{name}: {len(rows)} prompts, {n_opened} calls, {len(unclosed)} not closed: {unclosed}", flush=True)
+        print(
+            f"{name}: {len(rows)} prompts, {n_opened} calls, {len(unclosed)} not closed: {unclosed}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

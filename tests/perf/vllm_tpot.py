@@ -35,7 +35,9 @@ def token_seconds(llm: Any, depth: int, tokens: int) -> Iterator[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint")
     parser.add_argument("--depths", default="128")
     parser.add_argument("--tokens", type=int, default=33)
@@ -52,7 +54,12 @@ def main() -> None:
     for depth in depths:
         first, *times = token_seconds(llm, depth, arguments.tokens)
         quartiles = [round(1e3 * t, 2) for t in statistics.quantiles(times)]
-        line = {"kernel": kernel_name(model_of(llm)), "depth": depth, "n": len(times), "first_s": round(first, 1)}
+        line = {
+            "kernel": kernel_name(model_of(llm)),
+            "depth": depth,
+            "n": len(times),
+            "first_s": round(first, 1),
+        }
         print(json.dumps(line | {"quartiles_ms": quartiles}), flush=True)
 
 

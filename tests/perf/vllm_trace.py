@@ -42,12 +42,17 @@ def record(model: Any, length: int, tensors: dict[str, Any], layers: list[str]) 
             def after(_: Any, args: Any, output: Any, short: str = short) -> None:
                 keep(short + ".out", output)
 
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
     return handles
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint")
     parser.add_argument("tokens", type=Path)
     parser.add_argument("output", type=Path)
@@ -72,7 +77,11 @@ def main() -> None:
         return result
 
     model.compute_logits = logits
-    llm.generate([{"prompt_token_ids": tokens}], [SamplingParams(temperature=0, max_tokens=1)], use_tqdm=False)
+    llm.generate(
+        [{"prompt_token_ids": tokens}],
+        [SamplingParams(temperature=0, max_tokens=1)],
+        use_tqdm=False,
+    )
     for handle in handles:
         handle.remove()
     save_file(tensors, arguments.output)

@@ -36,13 +36,17 @@ def model() -> object:
 def folds() -> list[dict[str, np.ndarray]]:
     """The folded tensors of each layer, calibrated on two conversations."""
     folder = ModelFolder(TINY_ANNIE)
-    text = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[:2]
+    text = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[
+        :2
+    ]
     chosen = set(choose(folder, ()))
     layers = DecoderLayers(folder, calibration_samples.make_batches(text))
     return [folding.fold_layer(layer, chosen).weights for layer in layers]
 
 
-def logits(model: object, weights: dict[str, object], samples: list[calibration_samples.Sample]) -> np.ndarray:
+def logits(
+    model: object, weights: dict[str, object], samples: list[calibration_samples.Sample]
+) -> np.ndarray:
     """Return the logits of the model with some of its tensors replaced."""
     original = {n: model.state_dict()[n].clone() for n in weights}  # type: ignore[attr-defined]
     model.load_state_dict(weights, strict=False)  # type: ignore[attr-defined]
@@ -57,24 +61,32 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
 ) -> None:
     pytest.importorskip("modelopt", reason="the comparison is with ModelOpt's own export")
     folder = ModelFolder(TINY_ANNIE)
-    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::20][:1]
+    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[
+        ::20
+    ][:1]
     source = logits(model, {}, samples)
 
     ours = {name: weight for layer in folds for name, weight in layer.items()}
     assert {models.in_layer(n) for n in ours} >= {f"{site.producer}.weight" for site in SITES}
-    changed = [n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01]
+    changed = [
+        n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01
+    ]
     assert len(changed) > 20  # folds that change nothing would prove nothing
     folded = logits(model, {n: torch.from_numpy(w) for n, w in ours.items()}, samples)
 
     theirs = logits(model, modelopts_folds(model, samples, tmp_path), samples)
     good, bad = float(np.abs(folded - source).max()), float(np.abs(theirs - source).max())
     with capsys.disabled():
-        print(f"\nmax |Δlogit| in float32 before quantization: our folds {good:.2g}, ModelOpt's {bad:.3g}")
+        print(
+            f"\nmax |Δlogit| in float32 before quantization: our folds {good:.2g}, ModelOpt's {bad:.3g}"
+        )
     assert good <= BOUND
     assert bad > 100 * BOUND
 
 
-def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tmp_path: Path) -> dict[str, object]:
+def modelopts_folds(
+    model: object, samples: list[calibration_samples.Sample], tmp_path: Path
+) -> dict[str, object]:
     """Return the source's tensors with the scales of ModelOpt's AWQ export: its norms as it wrote them, columns times s."""
     import copy
 
@@ -103,12 +115,16 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     for norm in changed:
         for site in (s for s in SITES if models.in_layer(norm) == f"{s.producer}.weight"):
             for reader in (f"{models.layer_of(norm)}.{r}" for r in site.linears):
-                if reader in scales:  # pre_quant_scale multiplies the input, its reciprocal the weight
+                if (
+                    reader in scales
+                ):  # pre_quant_scale multiplies the input, its reciprocal the weight
                     tensors[f"{reader}.weight"] = source[f"{reader}.weight"] / scales[reader]
     return tensors
 
 
-def test_folds_do_not_harm_tokens_of_prompts_or_responses(folds: list[dict[str, np.ndarray]]) -> None:
+def test_folds_do_not_harm_tokens_of_prompts_or_responses(
+    folds: list[dict[str, np.ndarray]],
+) -> None:
     """Outputs of every linear under W4A4 on other text, with folds and without. tiny-annie has inputs that only prompts have."""
     rows = read_conversations(CALIBRATION)
     folder, chosen = ModelFolder(TINY_ANNIE), set(choose(ModelFolder(TINY_ANNIE), ()))
@@ -123,10 +139,17 @@ def test_folds_do_not_harm_tokens_of_prompts_or_responses(folds: list[dict[str, 
                 other.module.load_state_dict(other.module.state_dict() | changed, assign=True)
 
             def observe(x: torch.Tensor, kinds: torch.Tensor, linear: torch.nn.Linear) -> None:
-                rounded = codec.round_weight(linear.weight.data, float(linear.weight.abs().max()) / LARGEST_NVFP4)
+                rounded = codec.round_weight(
+                    linear.weight.data, float(linear.weight.abs().max()) / LARGEST_NVFP4
+                )
                 expected = x @ linear.weight.data.T
                 error = (
-                    (codec.fake_quant(x, float(x.abs().max()) / LARGEST_NVFP4) @ rounded.T - expected).square().sum(-1)
+                    (
+                        codec.fake_quant(x, float(x.abs().max()) / LARGEST_NVFP4) @ rounded.T
+                        - expected
+                    )
+                    .square()
+                    .sum(-1)
                 )
                 for part, used in enumerate((kinds == 0, kinds > 0)):
                     sums[part] += float(error[used].sum() / expected[used].square().sum())  # noqa: B023

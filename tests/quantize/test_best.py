@@ -14,10 +14,14 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import calibration_samples  # noqa: E402
 
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import rounding  # noqa: E402
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
@@ -73,7 +77,9 @@ def test_the_same_seed_gives_the_same_bytes(home: Path, whole: Path) -> None:
     assert contents(run(home, "again")) == contents(whole)
 
 
-@pytest.mark.parametrize("layer", [1, LAYERS - 1])  # in the middle, and with nothing left but the export
+@pytest.mark.parametrize(
+    "layer", [1, LAYERS - 1]
+)  # in the middle, and with nothing left but the export
 def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
     home: Path, whole: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +90,9 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
         saved(self, path)
         rounded.append(path.name)
         if len(rounded) == layer + 1:
-            (path.with_name(f".{path.name}.part")).write_bytes(b"torn")  # of a writer that was killed
+            (path.with_name(f".{path.name}.part")).write_bytes(
+                b"torn"
+            )  # of a writer that was killed
             raise KeyboardInterrupt
 
     monkeypatch.setattr(rounding.LayerResult, "save", save)
@@ -92,14 +100,20 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
         run(home, f"killed{layer}")
     assert not (home / f"killed{layer}").exists()
     calls: list[str] = []
-    monkeypatch.setattr(rounding.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path)))
+    monkeypatch.setattr(
+        rounding.LayerResult,
+        "save",
+        lambda self, path: (calls.append(path.name), saved(self, path)),
+    )
     after = contents(run(home, f"killed{layer}"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
     assert after == contents(whole)
     assert not (home / f".killed{layer}.work").exists()
 
 
-def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_do_not_continue_an_interrupted_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved, calls = rounding.LayerResult.save, []
 
     def save(self: rounding.LayerResult, path: Path) -> None:
@@ -118,9 +132,15 @@ def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypat
 def test_both_streams_are_the_models(home: Path) -> None:
     """One stream is the source's hidden states; the other one is that of the rounded weights, with no input rounded."""
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
+    samples = calibration_samples.samples_of_rows(
+        home / "model", read_conversations(home / "calib.jsonl", 4)
+    )
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
-    chosen = [n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8]
+    chosen = [
+        n.removesuffix(".weight")
+        for n in folder
+        if "_proj.weight" in n and folder.info(n).shape[0] > 8
+    ]
     formats, method = dict.fromkeys(chosen, "nvfp4"), Method()
     source, packed = list(model.states), {}
     from transformers import AutoModelForCausalLM
@@ -140,10 +160,16 @@ def test_both_streams_are_the_models(home: Path) -> None:
         for name, tensor in packed.items():
             weight = whole.get_parameter(f"{name}.weight")
             weight.data = torch.from_numpy(nvfp4.unpack(tensor, "float32"))
-        for rounded, i, hidden, batch in zip(model.states, ids, expected, model.batches, strict=True):
+        for rounded, i, hidden, batch in zip(
+            model.states, ids, expected, model.batches, strict=True
+        ):
             last = whole.model(i, output_hidden_states=True).hidden_states[LAYERS - 1]
             real = torch.from_numpy(batch.kinds != calibration_samples.PADDING)
-            assert (rounded - last)[real].abs().max() < 1e-3 < (rounded - hidden[LAYERS - 1])[real].abs().max()
+            assert (
+                (rounded - last)[real].abs().max()
+                < 1e-3
+                < (rounded - hidden[LAYERS - 1])[real].abs().max()
+            )
 
 
 def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
@@ -162,11 +188,18 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
         quantize.run("best", tmp_path / "model", tmp_path / "out", activations=4, **options)
-    assert "model.layers.1.mlp.down_proj" not in caplog.text, "one input that is always 0 is no reason for a warning"
+    assert "model.layers.1.mlp.down_proj" not in caplog.text, (
+        "one input that is always 0 is no reason for a warning"
+    )
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
-    for settings in (options, {**options, "recipe": "measured", "activations": 4, "calib_samples": 10}):
-        with pytest.raises(CheckpointError, match="probabilities of the calibration answers are not finite"):
+    for settings in (
+        options,
+        {**options, "recipe": "measured", "activations": 4, "calib_samples": 10},
+    ):
+        with pytest.raises(
+            CheckpointError, match="probabilities of the calibration answers are not finite"
+        ):
             quantize.run("best", tmp_path / "model", tmp_path / "out", **settings)
 
 
@@ -176,7 +209,9 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     solved: list[list[str]] = []
     round_group = StreamRounder.round_group
 
-    def counted(self: StreamRounder, group: list[str], hessian: Hessian, tops: dict[str, float]) -> Iterator[object]:
+    def counted(
+        self: StreamRounder, group: list[str], hessian: Hessian, tops: dict[str, float]
+    ) -> Iterator[object]:
         if hessian.tokens:
             solved.append(list(group))
         return round_group(self, group, hessian, tops)
@@ -186,19 +221,33 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     audit = checkpoint.audit(out, source=home / "mixture")
     assert audit.ok, [f.message for f in audit.findings]
     assert any("expert coverage" in line and "saw none" in line for line in lines)
-    of_experts = [{name.partition(".experts.")[2].partition(".")[0] for name in names} for names in solved]
+    of_experts = [
+        {name.partition(".experts.")[2].partition(".")[0] for name in names} for names in solved
+    ]
     assert all(len(numbers) == 1 for numbers in of_experts), "the linears of one expert at a time"
-    assert {n for numbers in of_experts for n in numbers} == {"", "0", "1", "3", "4", "5"}, "expert 2 saw no token"
+    assert {n for numbers in of_experts for n in numbers} == {"", "0", "1", "3", "4", "5"}, (
+        "expert 2 saw no token"
+    )
     (line,) = [line for line in lines if line.startswith("expert coverage")]
     assert "of 24 experts" in line and all(f"layers.{i}.mlp.experts.2" in line for i in range(3))
-    assert any(line.startswith("rounding: layer 4 of 4, ") and line.endswith(" s left") for line in lines)
+    assert any(
+        line.startswith("rounding: layer 4 of 4, ") and line.endswith(" s left") for line in lines
+    )
 
 
 def test_the_experts_of_a_layer_have_one_line_where_their_warnings_are_alike() -> None:
-    warnings = [f"model.layers.3.mlp.experts.{i}.up_proj: {9 - i} of 64 inputs are always 0" for i in range(5)]
+    warnings = [
+        f"model.layers.3.mlp.experts.{i}.up_proj: {9 - i} of 64 inputs are always 0"
+        for i in range(5)
+    ]
     other, plain = (
         "model.layers.3.mlp.experts.7.up_proj: NaN",
         "model.layers.3.mlp.shared_expert.up_proj: 2 of 64 inputs",
     )
     lines = rounding.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
-    assert lines == [plain, f"{warnings[0]} (4 more of this layer's experts: alike)", other, plain.replace("2", "1")]
+    assert lines == [
+        plain,
+        f"{warnings[0]} (4 more of this layer's experts: alike)",
+        other,
+        plain.replace("2", "1"),
+    ]

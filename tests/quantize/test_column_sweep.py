@@ -9,17 +9,26 @@ import pytest
 
 from annie_quant import nvfp4
 
-torch = pytest.importorskip("torch", reason="the sweep runs on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the sweep runs on torch: pip install annie-quant[quantize]"
+)
 from annie_quant.offline import codec  # noqa: E402
 from annie_quant.quantize import gptq  # noqa: E402
 from annie_quant.quantize.gptq import FactorError  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E4M3 = np.array([(c & 7) / 8 * 2.0**-6 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(127)])
+E4M3 = np.array(
+    [
+        (c & 7) / 8 * 2.0**-6 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7)
+        for c in range(127)
+    ]
+)
 ALL = range(-125, 126)
 
 
-def problem(rows: int = 12, columns: int = 64, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def problem(
+    rows: int = 12, columns: int = 64, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a weight, inputs with correlated columns of unequal size, and their mean second moment."""
     rng = np.random.default_rng(seed)
     mixing = np.eye(columns) + 0.3 * rng.normal(size=(columns, columns)) / np.sqrt(columns)
@@ -44,7 +53,9 @@ def nearest(x: np.ndarray) -> np.ndarray:
     return np.copysign(GRID[np.abs(np.abs(x)[..., None] - GRID).argmin(-1)], x)
 
 
-def one_column_at_a_time(w: np.ndarray, hessian: np.ndarray, step: np.ndarray, order: np.ndarray) -> np.ndarray:
+def one_column_at_a_time(
+    w: np.ndarray, hessian: np.ndarray, step: np.ndarray, order: np.ndarray
+) -> np.ndarray:
     """Optimal brain surgery in float64: each error is solved into the columns that are still free, by their own inverse."""
     w, free = w.copy(), list(order)
     for column in order:
@@ -73,9 +84,14 @@ def test_it_is_the_column_by_column_solution() -> None:
 def test_blocks_and_the_columns_in_them_fall() -> None:
     diagonal = torch.tensor(np.random.default_rng(0).permutation(64).astype(np.float32) + 1)
     blocks = gptq.activation_order(diagonal).view(4, 16)
-    assert all(sorted(b.tolist()) == list(range(16 * (int(b[0]) // 16), 16 * (int(b[0]) // 16) + 16)) for b in blocks)
+    assert all(
+        sorted(b.tolist()) == list(range(16 * (int(b[0]) // 16), 16 * (int(b[0]) // 16) + 16))
+        for b in blocks
+    )
     sums = diagonal[blocks].sum(1)
-    assert (sums[1:] <= sums[:-1]).all() and (diagonal[blocks][:, 1:] < diagonal[blocks][:, :-1]).all()
+    assert (sums[1:] <= sums[:-1]).all() and (
+        diagonal[blocks][:, 1:] < diagonal[blocks][:, :-1]
+    ).all()
 
 
 def test_the_scale_in_the_sweep_is_the_best_of_all_codes() -> None:
@@ -104,7 +120,9 @@ def test_the_loss_it_reports_is_the_output_error() -> None:
     w, _, hessian = problem(columns=96, seed=1)
     rounded, _ = run(w, hessian, damping=1e-6)
     error = rounded.values.double().numpy() - w
-    np.testing.assert_allclose(rounded.loss.numpy(), np.einsum("ni,ij,nj->n", error, hessian, error), rtol=2e-3)
+    np.testing.assert_allclose(
+        rounded.loss.numpy(), np.einsum("ni,ij,nj->n", error, hessian, error), rtol=2e-3
+    )
 
 
 def test_each_part_lowers_the_error() -> None:
@@ -137,14 +155,26 @@ def test_without_correlation_it_is_plain_rounding_in_place() -> None:
 def test_codes_say_what_the_values_are() -> None:
     w, _, hessian = problem(columns=128, seed=8)
     rounded, scale = run(w, hessian)
-    np.testing.assert_array_equal(nvfp4.unpack(rounded.packed(scale), "float32"), rounded.values.numpy())
+    np.testing.assert_array_equal(
+        nvfp4.unpack(rounded.packed(scale), "float32"), rounded.values.numpy()
+    )
 
 
 def test_e2m1_rounds_as_the_codec() -> None:
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
-    x = np.concatenate([middles, np.nextafter(middles, 0), np.nextafter(middles, 9), GRID.astype(np.float32), [5.9, 6]])
+    x = np.concatenate(
+        [
+            middles,
+            np.nextafter(middles, 0),
+            np.nextafter(middles, 9),
+            GRID.astype(np.float32),
+            [5.9, 6],
+        ]
+    )
     x = np.concatenate([x, -x, np.linspace(-6, 6, 1001)]).astype(np.float32)
-    blocks = np.concatenate([np.full((len(x), 1), 6, np.float32), np.repeat(x[:, None], 15, 1)], axis=1)
+    blocks = np.concatenate(
+        [np.full((len(x), 1), 6, np.float32), np.repeat(x[:, None], 15, 1)], axis=1
+    )
     expected = nvfp4.unpack(nvfp4.pack(blocks, tensor_scale=1.0), "float32")[:, 1]
     np.testing.assert_array_equal(codec.to_e2m1(torch.from_numpy(x)).numpy(), expected)
     assert codec.to_e2m1(torch.tensor([7.0, -100.0])).tolist() == [6, -6]
@@ -161,7 +191,9 @@ def test_columns_without_input_are_rounded_to_nearest_and_bad_hessians_are_refus
     with pytest.raises(FactorError, match="NaN or inf"):
         run(w, np.full((64, 64), np.nan))
     rank_one = np.outer(np.arange(1, 65), np.arange(1, 65)) * 1.0
-    assert run(w, rank_one, damping=1e-12)[0].values.isfinite().all(), "more damping makes it factorable"
+    assert run(w, rank_one, damping=1e-12)[0].values.isfinite().all(), (
+        "more damping makes it factorable"
+    )
 
 
 @pytest.mark.gpu
@@ -178,7 +210,9 @@ def test_a_gpu_gives_the_same_codes() -> None:
 
 
 @pytest.mark.parametrize("candidates", [range(-1, 2), range(1), gptq.NEAR_CODES])
-def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPatch, candidates: range) -> None:
+def test_one_launch_per_block_column_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, candidates: range
+) -> None:
     """The Triton function, on a GPU or, with TRITON_INTERPRET=1, on the CPU."""
     pytest.importorskip("triton", reason="pip install triton, then TRITON_INTERPRET=1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,7 +223,10 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
     w, _, hessian = problem(rows=37, columns=160, seed=7)
     w[:, 32:48] *= np.logspace(-9, 0, 37)[:, None]  # block scales down to E4M3's least code
     w[3, 16:32] = 0
-    weight, matrix = torch.from_numpy(w).float().to(device), torch.from_numpy(hessian).float().to(device)
+    weight, matrix = (
+        torch.from_numpy(w).float().to(device),
+        torch.from_numpy(hessian).float().to(device),
+    )
     upper = gptq.upper_factor(matrix).contiguous()
     scale = torch.full((37,), float(nvfp4.tensor_scale(np.abs(w).max())), device=device)
     for start in (0, 16, 32, 144):
@@ -198,9 +235,18 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
             result = gptq.Sweep.of(weight, upper, scale, candidates)
             errors = torch.zeros(37, 48, device=device)
             function(result, start, errors[:, 16:32])
-            results.append([t.cpu().numpy() for t in (errors, result.codes, result.steps, result.chosen, result.loss)])
+            results.append(
+                [
+                    t.cpu().numpy()
+                    for t in (errors, result.codes, result.steps, result.chosen, result.loss)
+                ]
+            )
         same = results[0][3][start // 16] == results[1][3][start // 16]
-        assert same.mean() > 0.97  # sums in another order: of two candidates with one loss, the other may be taken
+        assert (
+            same.mean() > 0.97
+        )  # sums in another order: of two candidates with one loss, the other may be taken
         rows = np.flatnonzero(same)
-        for expected, got in zip(*[[a[rows] if len(a) == 37 else a[:, rows] for a in r] for r in results], strict=True):
+        for expected, got in zip(
+            *[[a[rows] if len(a) == 37 else a[:, rows] for a in r] for r in results], strict=True
+        ):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)

@@ -7,10 +7,14 @@ import os
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the rule runs on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the rule runs on torch: pip install annie-quant[quantize]"
+)
 
 
-def inputs(steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False, width: int = 8) -> list[torch.Tensor]:
+def inputs(
+    steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False, width: int = 8
+) -> list[torch.Tensor]:
     """Return q, k, v, log decays and betas of two rows and three heads. repeat: every key is the first one."""
     rng = np.random.default_rng(steps)
     q, k, v = (torch.tensor(rng.normal(size=(2, steps, 3, width))) for _ in range(3))
@@ -64,11 +68,14 @@ def test_conv_kernels_are_torch_s(kernels, steps: int, silu: bool, bias: bool) -
     kernel, device = kernels
     rng = np.random.default_rng(0)
     x, weight, shift = (
-        torch.tensor(rng.normal(size=s), device=device).float() for s in ((2, 70, steps), (70, 4), (70,))
+        torch.tensor(rng.normal(size=s), device=device).float()
+        for s in ((2, 70, steps), (70, 4), (70,))
     )
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
     shift = shift if bias else None
-    expected = torch.nn.functional.conv1d(x, weight[:, None], shift, padding=3, groups=70)[..., :steps]
+    expected = torch.nn.functional.conv1d(x, weight[:, None], shift, padding=3, groups=70)[
+        ..., :steps
+    ]
     expected = torch.nn.functional.silu(expected) if silu else expected
     got = kernel.causal_conv(x, weight, shift, "silu" if silu else None)
     np.testing.assert_allclose(got.cpu().numpy(), expected.cpu().numpy(), atol=1e-5)

@@ -17,7 +17,9 @@ from annie_quant.models.family import ModelSize
 from annie_quant.quantize import available, estimates
 from annie_quant.quantize.strategy import in_float32
 
-NEEDS_TORCH = "whether a processor has bfloat16 is asked of torch: pip install annie-quant[quantize]"
+NEEDS_TORCH = (
+    "whether a processor has bfloat16 is asked of torch: pip install annie-quant[quantize]"
+)
 
 
 def test_the_published_counts_of_the_9b():
@@ -29,18 +31,23 @@ def test_the_published_counts_of_the_9b():
     assert billions["deltanet"] + billions["rest"] == pytest.approx(1.617, abs=0.003)
     assert sum(counts.values()) / 1e9 == pytest.approx(8.953, abs=0.002)
     assert (size.layers, size.hidden_size, size.intermediate_size) == (32, 4096, 12288)
-    assert sum(estimates.published_sizes()["27b"].counts.values()) / 1e9 == pytest.approx(26.9, abs=0.1)
+    assert sum(estimates.published_sizes()["27b"].counts.values()) / 1e9 == pytest.approx(
+        26.9, abs=0.1
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gb", "tok_s"), [("mlp_only", 10.96, 26), ("w4a16_mixed", 7.42, None), ("naive", None, 39)]
+    ("strategy", "gb", "tok_s"),
+    [("mlp_only", 10.96, 26), ("w4a16_mixed", 7.42, None), ("naive", None, 39)],
 )
 def test_sizes_and_ceilings_that_are_written_down(strategy, gb, tok_s):
     expected = estimates.estimate("9b", strategy)
     if gb:
         assert expected.size_bytes / 1e9 == pytest.approx(gb, abs=0.02)
     if tok_s:
-        assert DEVICES["gb10"].read_bytes_s / expected.speed.read_bytes == pytest.approx(tok_s, abs=0.6)
+        assert DEVICES["gb10"].read_bytes_s / expected.speed.read_bytes == pytest.approx(
+            tok_s, abs=0.6
+        )
 
 
 def test_the_count_of_a_folder_is_the_real_output(tmp_path):
@@ -85,7 +92,10 @@ def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
         if file.is_file():
             shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert known.layerwise and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK).layerwise
+    assert (
+        known.layerwise
+        and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK).layerwise
+    )
     assert estimates.estimate(tmp_path, "direct", rates=estimates.SPARK).layerwise
 
 
@@ -100,9 +110,12 @@ def test_a_configuration_without_sizes_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fast_bf16", "weight_bytes", "float32"), [(True, 2 << 30, False), (False, 2 << 30, True), (True, 1 << 29, True)]
+    ("fast_bf16", "weight_bytes", "float32"),
+    [(True, 2 << 30, False), (False, 2 << 30, True), (True, 1 << 29, True)],
 )
-def test_a_processor_without_bfloat16_computes_in_float32(monkeypatch, fast_bf16, weight_bytes, float32):
+def test_a_processor_without_bfloat16_computes_in_float32(
+    monkeypatch, fast_bf16, weight_bytes, float32
+):
     """With AVX2 alone naive of a 0.5B was estimated at 24 minutes in bfloat16, at half a minute in float32."""
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast_bf16)
@@ -110,7 +123,8 @@ def test_a_processor_without_bfloat16_computes_in_float32(monkeypatch, fast_bf16
     assert in_float32(weight_bytes, on_cpu=True) == float32
     assert in_float32(weight_bytes, on_cpu=False) == (weight_bytes < 1 << 30), "a GPU has bfloat16"
     text = {
-        r.flop_s: estimates.estimate("9b", "naive", rates=r).seconds["text"] for r in (cpu, replace(cpu, flop_s=1e10))
+        r.flop_s: estimates.estimate("9b", "naive", rates=r).seconds["text"]
+        for r in (cpu, replace(cpu, flop_s=1e10))
     }
     assert (text[1e9] == text[1e10]) == (not fast_bf16)
 
@@ -126,7 +140,10 @@ def test_every_strategy_has_an_estimate():
 def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
     rates = estimates.measure()
-    assert min(rates.flop_s, rates.copy, rates.encode, rates.memory) > 1e6 and "measured here" in rates.description
+    assert (
+        min(rates.flop_s, rates.copy, rates.encode, rates.memory) > 1e6
+        and "measured here" in rates.description
+    )
 
 
 def test_time_in_which_another_process_has_the_processor_does_not_count():
@@ -141,7 +158,12 @@ def test_time_in_which_another_process_has_the_processor_does_not_count():
 
 def sizes_of(label, layers, hidden, width, key_values, vocabulary):
     mlp, attention = layers * 3 * hidden * width, layers * 2 * hidden * (hidden + key_values)
-    counts = {"mlp": mlp, "attention": attention, "head": vocabulary * hidden, "embedding": vocabulary * hidden}
+    counts = {
+        "mlp": mlp,
+        "attention": attention,
+        "head": vocabulary * hidden,
+        "embedding": vocabulary * hidden,
+    }
     return ModelSize(label, counts, layers, hidden, width)
 
 
@@ -170,7 +192,9 @@ def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, stra
     """48 rows of BFCL on Coder-0.5B, 27,000 tokens after shared beginnings; AVX2, .16 TFLOP/s in float32, 2026-11-29."""
     pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(estimates, "published_sizes", lambda: QWEN_CODER)
-    monkeypatch.setattr(estimates, "in_float32", lambda *_: True)  # as there, also where this processor has bfloat16
+    monkeypatch.setattr(
+        estimates, "in_float32", lambda *_: True
+    )  # as there, also where this processor has bfloat16
     cores = estimates.Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
     expected = sum(estimates.estimate("0.5b", strategy, 48, 560, cores).seconds.values())
     assert seconds / 2 < expected < 2 * seconds

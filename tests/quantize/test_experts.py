@@ -18,8 +18,12 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.quantize import runner
 
-torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 
 EXPERTS, UNUSED = 5, 4
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -44,10 +48,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(home: Path, strategy: str, source: str = "merged", **options) -> Path:
     out = home / f"{strategy}-{source}-{'-'.join(map(str, options.values()))}"
     if not out.exists():
-        settings = {"calib_data": home / "calib.jsonl", "calib_samples": 2, **OPTIONS.get(strategy, {}), **options}
+        settings = {
+            "calib_data": home / "calib.jsonl",
+            "calib_samples": 2,
+            **OPTIONS.get(strategy, {}),
+            **options,
+        }
         LINES[out] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "draw_frontier", lambda plan, path: None)  # tested in quantize/test_frontier_plan.py
+            patch.setattr(
+                runner, "draw_frontier", lambda plan, path: None
+            )  # tested in quantize/test_frontier_plan.py
             quantize.run(strategy, home / source, out, report=LINES[out].append, **settings)
     return out
 
@@ -63,13 +74,17 @@ def dequantized(codes: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray) 
     return values * np.repeat(scale.astype(np.float32) * np.float32(tensor_scale), 16, axis=1)
 
 
-@pytest.mark.parametrize("strategy", ["direct", "gptq", "w4a16_mixed", "naive", "mlp_only", "awq_lite"])
+@pytest.mark.parametrize(
+    "strategy", ["direct", "gptq", "w4a16_mixed", "naive", "mlp_only", "awq_lite"]
+)
 def test_every_expert_is_quantized(home: Path, strategy: str) -> None:
     folder = run(home, strategy)
     quantized = checkpoint.dialects.linears(ModelFolder(folder))
     experts = {n for n in quantized if ".experts." in n}
     assert len(experts) == 4 * EXPERTS * 3 and all(quantized[n].format == "nvfp4" for n in experts)
-    assert not [n for n in quantized if n.endswith(("mlp.gate", "shared_expert_gate"))], "routers stay in 16 bits"
+    assert not [n for n in quantized if n.endswith(("mlp.gate", "shared_expert_gate"))], (
+        "routers stay in 16 bits"
+    )
     findings = {f.code for f in checkpoint.audit(folder, source=home / "merged").findings}
     # Columns fitted to 64 rows of 4-bit weights are not exact enough for the audit's check of folds.
     assert findings <= ({"fold_mismatch"} if strategy == "awq_lite" else set())
@@ -83,7 +98,9 @@ def test_merged_and_single_names_give_the_same_bytes(home: Path, strategy: str) 
 
 def test_the_layout_of_experts_is_modelopts(home: Path) -> None:
     """Names and scales as ModelOpt's own exporter writes them, from its slow form of the experts, and the same bytes."""
-    pytest.importorskip("modelopt", reason="its exporter is the reference: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "modelopt", reason="its exporter is the reference: pip install annie-quant[quantize]"
+    )
     import copy
     import warnings
 
@@ -106,7 +123,10 @@ def test_the_layout_of_experts_is_modelopts(home: Path) -> None:
             assert tensor.tobytes() == reference[name].tobytes(), name
     for layer in range(4):
         end, base = ".up_proj.input_scale", f"model.layers.{layer}.mlp.experts."
-        assert len({float(t) for n, t in reference.items() if n.startswith(base) and n.endswith(end)}) == 1
+        assert (
+            len({float(t) for n, t in reference.items() if n.startswith(base) and n.endswith(end)})
+            == 1
+        )
 
 
 def test_scales_are_shared_as_servers_need_them(home: Path) -> None:
@@ -115,10 +135,19 @@ def test_scales_are_shared_as_servers_need_them(home: Path) -> None:
     for layer in range(4):
         base = f"model.layers.{layer}.mlp.experts"
         for i in range(EXPERTS):
-            assert stored[f"{base}.{i}.gate_proj.weight_scale_2"] == stored[f"{base}.{i}.up_proj.weight_scale_2"]
-        assert len({float(stored[f"{base}.{i}.down_proj.weight_scale_2"]) for i in range(EXPERTS)}) > 1
+            assert (
+                stored[f"{base}.{i}.gate_proj.weight_scale_2"]
+                == stored[f"{base}.{i}.up_proj.weight_scale_2"]
+            )
+        assert (
+            len({float(stored[f"{base}.{i}.down_proj.weight_scale_2"]) for i in range(EXPERTS)}) > 1
+        )
         for linears in (("gate_proj", "up_proj"), ("down_proj",)):
-            inputs = {float(stored[f"{base}.{i}.{n}.input_scale"]) for i in range(EXPERTS) for n in linears}
+            inputs = {
+                float(stored[f"{base}.{i}.{n}.input_scale"])
+                for i in range(EXPERTS)
+                for n in linears
+            }
             assert len(inputs) == 1 and inputs.pop() > 0
 
 
@@ -130,7 +159,9 @@ def test_an_expert_without_tokens_is_reported(home: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize("strategy", ["gptq", "naive", "awq_lite"])
-def test_the_tokens_of_experts_add_up(home: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_experts_add_up(
+    home: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each token passes two experts, whatever the router does."""
     plans, write = [], runner.write
     monkeypatch.setattr(runner, "write", lambda *args: (plans.append(args[2]), write(*args)))
@@ -154,16 +185,28 @@ def test_a_dead_expert_has_finite_scales(home: Path, tmp_path: Path) -> None:
     stored = tensors(tmp_path / "out")
     scale = float(stored["model.layers.1.mlp.experts.3.down_proj.weight_scale_2"])
     assert np.isfinite(scale) and scale > 0
-    assert not stored["model.layers.1.mlp.experts.3.down_proj.weight"].view(np.uint8).astype(bool).any()
+    assert (
+        not stored["model.layers.1.mlp.experts.3.down_proj.weight"]
+        .view(np.uint8)
+        .astype(bool)
+        .any()
+    )
 
 
 def test_experts_left_in_16_bits_stay_merged_and_listed(home: Path, tmp_path: Path) -> None:
-    for source, entry in (("merged", "model.layers.2.mlp.experts"), ("single", "model.layers.2.mlp.experts*")):
+    for source, entry in (
+        ("merged", "model.layers.2.mlp.experts"),
+        ("single", "model.layers.2.mlp.experts*"),
+    ):
         out = tmp_path / source
         quantize.run("direct", home / source, out, exclude="layers.2.mlp.experts")
         assert checkpoint.audit(out, source=home / "merged").ok
-        assert entry in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-        assert ("model.layers.2.mlp.experts.gate_up_proj" in ModelFolder(out)) == (source == "merged")
+        assert (
+            entry in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+        )
+        assert ("model.layers.2.mlp.experts.gate_up_proj" in ModelFolder(out)) == (
+            source == "merged"
+        )
         assert logits(out).isfinite().all()
 
 
@@ -189,13 +232,18 @@ def by_hand(folder: Path, source: Path) -> torch.Tensor:
     """Logits of transformers' own merged experts, on weights that were decoded and merged here with NumPy."""
     from transformers import AutoModelForCausalLM
 
-    stored, model = tensors(folder), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stored, model = (
+        tensors(folder),
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval(),
+    )
     state = model.state_dict()
 
     def weight(module: str) -> np.ndarray:
         codes = stored[f"{module}.weight"]
         if codes.dtype == np.uint8:
-            return dequantized(codes, stored[f"{module}.weight_scale"], stored[f"{module}.weight_scale_2"])
+            return dequantized(
+                codes, stored[f"{module}.weight_scale"], stored[f"{module}.weight_scale_2"]
+            )
         scale = stored.get(f"{module}.weight_scale", np.float32(1))
         return codes.astype(np.float32) * scale
 
@@ -203,9 +251,15 @@ def by_hand(folder: Path, source: Path) -> torch.Tensor:
         base, _, kind = name.rpartition(".")
         if base.endswith(".experts"):
             linears = ("gate_proj", "up_proj") if "gate" in kind else (kind,)
-            rows = [np.concatenate([weight(f"{base}.{i}.{n}") for n in linears]) for i in range(EXPERTS)]
+            rows = [
+                np.concatenate([weight(f"{base}.{i}.{n}") for n in linears]) for i in range(EXPERTS)
+            ]
             tensor.copy_(torch.from_numpy(np.stack(rows)))
-        elif name.endswith(".weight") and name in stored and stored[name].dtype in (np.uint8, ml_dtypes.float8_e4m3fn):
+        elif (
+            name.endswith(".weight")
+            and name in stored
+            and stored[name].dtype in (np.uint8, ml_dtypes.float8_e4m3fn)
+        ):
             tensor.copy_(torch.from_numpy(weight(base)))
     ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
@@ -218,13 +272,17 @@ def test_the_runtime_computes_what_the_dequantized_model_computes(home: Path, so
     ours, expected = logits(folder), by_hand(folder, home / "merged")
     assert float((ours - expected).abs().max()) < 1e-4 * float(expected.abs().max())
     plain = logits(home / source)
-    assert float((ours - plain).abs().max()) > 1e-2 * float(plain.abs().max()), "the weights differ, so the logits do"
+    assert float((ours - plain).abs().max()) > 1e-2 * float(plain.abs().max()), (
+        "the weights differ, so the logits do"
+    )
 
 
 def test_the_runtime_rounds_the_inputs_of_experts(home: Path) -> None:
     folder = run(home, "gptq")
     a16, a4 = logits(folder, "w4a16"), logits(folder, "w4a4")
-    assert float((a16 - by_hand(folder, home / "merged")).abs().max()) < 1e-4 * float(a16.abs().max())
+    assert float((a16 - by_hand(folder, home / "merged")).abs().max()) < 1e-4 * float(
+        a16.abs().max()
+    )
     assert float((a16 - a4).abs().max()) > 1e-3 * float(a16.abs().max())
 
 
@@ -237,12 +295,16 @@ def test_plain_experts_compute_as_transformers_does(home: Path) -> None:
     with torch.inference_mode():
         expected = model(ids).logits
     for source in ("merged", "single"):
-        assert float((logits(home / source) - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+        assert float((logits(home / source) - expected).abs().max()) < 1e-5 * float(
+            expected.abs().max()
+        )
 
 
 def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> None:
     """Types, settings and the bytes of 4-bit experts against ModelOpt's own recipe file, run by ModelOpt."""
-    pytest.importorskip("modelopt.recipe", reason="the recipe is ModelOpt's: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "modelopt.recipe", reason="the recipe is ModelOpt's: pip install annie-quant[quantize]"
+    )
     import warnings
 
     import modelopt.torch.quantization as mtq
@@ -258,9 +320,16 @@ def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> Non
         ids = torch.randint(0, 200, (4, 64), generator=torch.Generator().manual_seed(0))
         mtq.quantize(model, recipe.quantize.model_dump(), lambda m: m(ids))
         export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
-    ours, theirs = tensors(run(home, "w4a16_mixed", scale="amax", kv_cache="fp8_cast")), tensors(tmp_path / "theirs")
+    ours, theirs = (
+        tensors(run(home, "w4a16_mixed", scale="amax", kv_cache="fp8_cast")),
+        tensors(tmp_path / "theirs"),
+    )
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-    differ = {n for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
+    differ = {
+        n
+        for n, t in ours.items()
+        if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()
+    }
     # Fused FP8 linears share a scale here and not in ModelOpt's export, after which vLLM rounds them again under the largest.
     # ModelOpt divides an FP8 weight by its scale in bf16, so some of the other codes are a neighbour of ours.
     alone = {n for n in differ if n.endswith(("o_proj.weight", "out_proj.weight"))}
@@ -269,13 +338,18 @@ def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> Non
         "q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"
     }  # fmt: skip
     for name in alone:
-        apart = np.abs(ours[name].view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
+        apart = np.abs(
+            ours[name].view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int)
+        )
         assert apart.max() <= 1 and (apart > 0).mean() < 0.1, name
     a, b = (
         json.loads((f / "config.json").read_text())["quantization_config"]
         for f in (run(home, "w4a16_mixed", scale="amax", kv_cache="fp8_cast"), tmp_path / "theirs")
     )
-    assert a["kv_cache_scheme"] == b["kv_cache_scheme"] and a["quant_algo"] == b["quant_algo"] == "MIXED_PRECISION"
+    assert (
+        a["kv_cache_scheme"] == b["kv_cache_scheme"]
+        and a["quant_algo"] == b["quant_algo"] == "MIXED_PRECISION"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["sensitivity", "auto_mixed"])
@@ -284,7 +358,16 @@ def test_experts_of_a_layer_get_one_format(home: Path, strategy: str) -> None:
     quantized = checkpoint.dialects.linears(folder)
     for layer in range(4):
         base = f"model.layers.{layer}.mlp.experts."
-        assert len({quantized[n].format if n in quantized else "" for n in quantized if n.startswith(base)}) <= 1
+        assert (
+            len(
+                {
+                    quantized[n].format if n in quantized else ""
+                    for n in quantized
+                    if n.startswith(base)
+                }
+            )
+            <= 1
+        )
     assert checkpoint.audit(folder.path, source=home / "merged").ok
 
 
@@ -293,11 +376,22 @@ def test_budgets_count_active_weights(home: Path) -> None:
     from annie_quant.quantize.formats import active_weights, decoder_linears
 
     folder = ModelFolder(home / "merged")
-    expert, shared = "model.layers.0.mlp.experts.1.up_proj", "model.layers.0.mlp.shared_expert.up_proj"
-    assert active_weights(folder, [expert, shared]) == {expert: 64 * 64 * 2 / EXPERTS, shared: 64 * 64}
+    expert, shared = (
+        "model.layers.0.mlp.experts.1.up_proj",
+        "model.layers.0.mlp.shared_expert.up_proj",
+    )
+    assert active_weights(folder, [expert, shared]) == {
+        expert: 64 * 64 * 2 / EXPERTS,
+        shared: 64 * 64,
+    }
     weights = active_weights(folder, decoder_linears(folder))
-    formats = {n: linear.format for n, linear in checkpoint.linears(ModelFolder(run(home, "sensitivity"))).items()}
-    bits = sum(w * {"nvfp4": 4.5, "fp8": 8.0}.get(formats.get(n, ""), 16.0) for n, w in weights.items())
+    formats = {
+        n: linear.format
+        for n, linear in checkpoint.linears(ModelFolder(run(home, "sensitivity"))).items()
+    }
+    bits = sum(
+        w * {"nvfp4": 4.5, "fp8": 8.0}.get(formats.get(n, ""), 16.0) for n, w in weights.items()
+    )
     assert 10.25 < bits / sum(weights.values()) <= HALF["bits"]
 
 
@@ -305,7 +399,9 @@ def test_budgets_count_active_weights(home: Path) -> None:
 def test_calibration_knows_the_multimodal_names(home: Path, tmp_path: Path, strategy: str) -> None:
     """Merged experts under the longer prefix, next to a tower and an MTP head that calibration does not see."""
     source = published_models.write("Qwen/Qwen3.6-35B-A3B", tmp_path / "bf16")
-    quantize.run(strategy, source, tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=2)
+    quantize.run(
+        strategy, source, tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=2
+    )
     audit = checkpoint.audit(tmp_path / "out", source=source)
     assert audit.findings == [] and audit.summary.mtp == "19 BF16"
     experts = [n for n in checkpoint.linears(ModelFolder(tmp_path / "out")) if ".mlp.experts." in n]

@@ -23,15 +23,22 @@ def every(costs: np.ndarray, sizes: np.ndarray) -> dict[tuple[int, ...], tuple[f
 def test_the_front_is_every_choice_that_no_other_one_beats() -> None:
     rng = np.random.default_rng(5)
     for _ in range(30):
-        costs, sizes = rng.integers(0, 99, (5, 4)).astype(float), rng.integers(1, 9, (5, 4)).astype(float)
+        costs, sizes = (
+            rng.integers(0, 99, (5, 4)).astype(float),
+            rng.integers(1, 9, (5, 4)).astype(float),
+        )
         sums = every(costs, sizes)
-        best = {s: min(c for t, c in sums.values() if t <= s) for s in {s for s, _ in sums.values()}}
+        best = {
+            s: min(c for t, c in sums.values() if t <= s) for s in {s for s, _ in sums.values()}
+        }
         expected = [s for s in sorted(best) if all(best[s] < best[t] for t in best if t < s)]
         front = front_of(costs, sizes)
         assert front.sizes.tolist() == expected
         assert front.costs == pytest.approx([best[s] for s in expected])
         for point in range(len(front.sizes)):
-            assert sums[tuple(front.choices(point))] == pytest.approx((front.sizes[point], front.costs[point]))
+            assert sums[tuple(front.choices(point))] == pytest.approx(
+                (front.sizes[point], front.costs[point])
+            )
 
 
 def test_limits_of_size_and_of_cost_are_the_same_points() -> None:
@@ -39,7 +46,9 @@ def test_limits_of_size_and_of_cost_are_the_same_points() -> None:
     assert front.within_size(1.9) is None and front.within_cost(-1.0) is None
     for point, (size, cost) in enumerate(zip(front.sizes, front.costs, strict=True)):
         assert front.within_size(size) == front.within_cost(cost) == point
-        assert front.within_size(size * (1 - 1e-12)) == point, "rounding of a sum is not a larger size"
+        assert front.within_size(size * (1 - 1e-12)) == point, (
+            "rounding of a sum is not a larger size"
+        )
     assert front_of([], []).choices(0) == []
 
 

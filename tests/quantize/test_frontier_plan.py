@@ -26,8 +26,12 @@ from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job
 
-torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="trials run on torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import frontier_plan, kl_trial, mixed_formats, recipe_choice  # noqa: E402
@@ -55,7 +59,12 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(home: Path, name: str, model: str = "model", **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 10, "recipe": "fixed", **options}
+    settings = {
+        "calib_data": home / "calib.jsonl",
+        "calib_samples": 10,
+        "recipe": "fixed",
+        **options,
+    }
     quantize.run("best", home / model, home / name, **settings)
     return home / name
 
@@ -75,7 +84,9 @@ def planned(home: Path) -> Path:
 class FakeTrials:
     """Figures of a choice: the sum of its groups', and what groups of one format do to each other."""
 
-    def __init__(self, single: Mapping[tuple[str, str], float], together: Mapping[str, float]) -> None:
+    def __init__(
+        self, single: Mapping[tuple[str, str], float], together: Mapping[str, float]
+    ) -> None:
         self.single, self.together, self.measured = single, together, 0
 
     def measure(self, formats: Mapping[str, str]) -> np.ndarray:
@@ -98,23 +109,34 @@ def planner_for(
     sizes = {n: [w * bits / 8 for bits in (4.5, 8, 16)] for n, w in weights.items()}
     groups = {n: Group([n], kinds, sizes[n], sizes[n], weights[n]) for n in names}
     single = {
-        (n, k): float(x) for n in names for k, x in zip(kinds, np.sort(rng.lognormal(-6, 1, 2))[::-1], strict=False)
+        (n, k): float(x)
+        for n in names
+        for k, x in zip(kinds, np.sort(rng.lognormal(-6, 1, 2))[::-1], strict=False)
     }
     trials = FakeTrials(single, together)
     planner = FormatPlanner(groups, limits, TokenBytes(0.0, 1), {"size": 0.0, "read": 0.0})
     for n in names:
-        planner.costs[n] = {PLAIN: np.zeros((4, 3))} | {k: trials.measure({n: k}) for k in kinds[:2]}
+        planner.costs[n] = {PLAIN: np.zeros((4, 3))} | {
+            k: trials.measure({n: k}) for k in kinds[:2]
+        }
     return planner, trials
 
 
-def test_what_is_taken_is_within_the_limits_and_never_worse_than_the_formats_without_limits() -> None:
+def test_what_is_taken_is_within_the_limits_and_never_worse_than_the_formats_without_limits() -> (
+    None
+):
     """Also where groups of one format do each other harm, which no cost of a single group shows."""
     rng, usual_won, solved_again = np.random.default_rng(0), 0, 0
     for case in range(120):
-        together = {FP8_CHANNEL: float(rng.choice([0, 0.5, 20])), W4A16: float(rng.choice([0, 0.5]))}
+        together = {
+            FP8_CHANNEL: float(rng.choice([0, 0.5, 20])),
+            W4A16: float(rng.choice([0, 0.5])),
+        }
         planner, trials = planner_for(rng, Limits(SLOW), together)
         usual = tuple(2 if u == HEAD else 0 for u in planner.groups)
-        planner.limits = Limits(SLOW, max_gb=planner.bytes_of(usual, "size") / 1e9 * (1 + (case % 3) / 10))
+        planner.limits = Limits(
+            SLOW, max_gb=planner.bytes_of(usual, "size") / 1e9 * (1 + (case % 3) / 10)
+        )
         taken, evaluated = planner.search(trials, quantize.runner.as_progress(None))
         expected = float(trials.measure(planner.formats(usual))[:, :2].sum())
         assert taken.loss <= expected * (1 + 1e-9) and planner.fits(taken.choices)
@@ -134,7 +156,9 @@ def test_a_limit_of_the_loss_is_measured_on_the_whole() -> None:
         assert taken.loss <= planner.limits.max_loss
         tightened += len(evaluated) > 2
         smaller = [
-            s for s in evaluated if planner.bytes_of(s.choices, "read") < planner.bytes_of(taken.choices, "read")
+            s
+            for s in evaluated
+            if planner.bytes_of(s.choices, "read") < planner.bytes_of(taken.choices, "read")
         ]
         assert all(s.loss > planner.limits.max_loss for s in smaller)
     assert tightened > 10
@@ -146,23 +170,29 @@ def test_limits_that_nothing_satisfies_are_one_line() -> None:
     least = planner.bytes_of([0] * 6, "size") / 1e9
     progress = quantize.runner.as_progress(None)
     planner.limits = Limits(SLOW, max_gb=least - 0.001)
-    with pytest.raises(UsageError, match=rf"the smallest possible is {least:.4g} GB, 0.001 GB more"):
+    with pytest.raises(
+        UsageError, match=rf"the smallest possible is {least:.4g} GB, 0.001 GB more"
+    ):
         planner.check_limits()
     planner.limits = Limits(SLOW, min_tps=1e6 / (least * 1e9) + 0.01)
     with pytest.raises(
-        UsageError, match=r"--min-tps .*: the smallest possible decodes at .* tok/s on 0.001 GB/s, 0.01 fewer"
+        UsageError,
+        match=r"--min-tps .*: the smallest possible decodes at .* tok/s on 0.001 GB/s, 0.01 fewer",
     ):
         planner.check_limits()
     planner.limits = Limits(SLOW, max_gb=1000.0)
     with pytest.raises(UsageError, match="the unchanged model is within the limits"):
         planner.check_limits()
     planner.limits = Limits(SLOW, max_loss=1e-12)
-    with pytest.raises(UsageError, match="--max-loss 1e-12: nothing quantized satisfies it, the least measured is"):
+    with pytest.raises(
+        UsageError, match="--max-loss 1e-12: nothing quantized satisfies it, the least measured is"
+    ):
         planner.search(trials, progress)
     loss = float(planner.expected([0] * 6)[:, :2].sum())
     planner.limits = Limits(SLOW, max_gb=least * 1.0001, max_loss=loss / 2)
     with pytest.raises(
-        UsageError, match="nothing satisfies the limits together; the least loss within that of bytes is"
+        UsageError,
+        match="nothing satisfies the limits together; the least loss within that of bytes is",
     ) as e:
         planner.search(trials, progress)
     assert f"{loss:.3g}" in e.value.message
@@ -172,7 +202,9 @@ def test_limits_that_nothing_satisfies_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen2-tied", "mixture"])
-def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(home: Path, tmp_path: Path, kind: str) -> None:
+def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(
+    home: Path, tmp_path: Path, kind: str
+) -> None:
     if kind == "qwen3.5":
         source = home / "model"
     elif kind == "mixture":
@@ -217,21 +249,31 @@ def test_a_plan_is_exported_recorded_and_drawn(home: Path, planned: Path) -> Non
     folder, recipe = ModelFolder(planned), decode(Recipe, planned / "annie_quant.json")
     assert recipe.frontier is not None and "--max-gb 0.00045" in recipe.frontier.reason
     (taken,) = [p for p in recipe.frontier.points if p.taken]
-    assert taken.measured and taken.size_bytes == sum(folder.info(n).size_bytes for n in folder) <= GB * 1e9
+    assert (
+        taken.measured
+        and taken.size_bytes == sum(folder.info(n).size_bytes for n in folder) <= GB * 1e9
+    )
     assert taken.read_bytes == bytes_per_token(folder)
     predicted = [p for p in recipe.frontier.points if not p.measured]
-    assert len(predicted) >= 8 and [p.read_bytes for p in predicted] == sorted(p.read_bytes for p in predicted)
+    assert len(predicted) >= 8 and [p.read_bytes for p in predicted] == sorted(
+        p.read_bytes for p in predicted
+    )
     losses = [p.kl + p.decisions for p in predicted]
     assert losses == sorted(losses, reverse=True) and losses[-1] == 0
     assert len(taken.formats) > 2, "a budget between the extremes mixes formats"
     ElementTree.parse(planned / "frontier.svg")
-    numbers = {json.dumps(n) for n in json.loads((planned / "annie_quant.json").read_text())["options"].values()}
+    numbers = {
+        json.dumps(n)
+        for n in json.loads((planned / "annie_quant.json").read_text())["options"].values()
+    }
     assert "Infinity" not in numbers
 
 
 def divergence(source: Path, folder: Path, home: Path) -> float:
     """Mean KL plus that of deciding tokens on the held-out answers, by transformers' own forward of both checkpoints."""
-    samples = calibration_samples.samples_of_rows(source, read_conversations(home / "calib.jsonl", 10))
+    samples = calibration_samples.samples_of_rows(
+        source, read_conversations(home / "calib.jsonl", 10)
+    )
     _, held = recipe_choice.hold_out(samples, 10**6)
     models = [load(f, dtype=torch.float32) for f in (source, folder)]
     values, decides = [], []
@@ -244,7 +286,9 @@ def divergence(source: Path, folder: Path, home: Path) -> float:
     return float(kl.mean() + kl[mask].mean())
 
 
-def test_at_the_bytes_of_best_without_limits_the_loss_is_not_larger(home: Path, planned: Path) -> None:
+def test_at_the_bytes_of_best_without_limits_the_loss_is_not_larger(
+    home: Path, planned: Path
+) -> None:
     usual = run(home, "usual")
     size = sum(ModelFolder(usual).info(n).size_bytes for n in ModelFolder(usual))
     limited = run(home, "limited", max_gb=size / 1e9, work=home / "work")
@@ -269,11 +313,15 @@ def test_a_run_that_dies_measures_nothing_twice_and_gives_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         run(home, "killed", max_gb=GB)
     with pytest.raises(UsageError, match="the smallest possible"):
-        run(home, "killed", max_gb=GB / 2)  # another limit in the same folder keeps the measurements
+        run(
+            home, "killed", max_gb=GB / 2
+        )  # another limit in the same folder keeps the measurements
     out = run(home, "killed", max_gb=GB)
     groups = 9  # eight bands and the head
     assert calls <= 7 + 2 * groups + 8, "measured again"
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in planned.iterdir()}
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in planned.iterdir()
+    }
     assert not (home / ".killed.work").exists()
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from annie_quant import nvfp4
 
-torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import gptq as hessians  # noqa: E402
 from annie_quant.quantize.rounding import LayerRounder, Method, RoundingTask  # noqa: E402
 
@@ -23,7 +25,9 @@ def inputs(rng: np.random.Generator, n: int, k: int) -> np.ndarray:
     return (rng.normal(size=(n, k)) @ (np.eye(k) + 0.3 * mixing / np.sqrt(k))).astype(np.float32)
 
 
-def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, hessians.Factor]:
+def problem(
+    k: int = 160, n_rows: int = 24, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, hessians.Factor]:
     """A weight, inputs, and the factor of their Hessian."""
     rng = np.random.default_rng(seed)
     x = inputs(rng, 4 * k, k)
@@ -31,7 +35,9 @@ def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, 
     return rng.normal(size=(n_rows, k)).astype(np.float32) * 0.02, x, factor
 
 
-def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: int) -> tuple[np.ndarray, np.ndarray]:
+def in_numpy(
+    w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Algorithm 1 of the GPTQ paper, one column after the other, in float64 apart from the rounding itself."""
     w, scales = w.astype(np.float64), np.zeros((len(w), w.shape[1] // group), np.float32)
     for column in range(w.shape[1]):
@@ -56,7 +62,9 @@ def test_the_c_loop_is_the_papers_algorithm() -> None:
     expected, scales = in_numpy(w[:, order], factor.upper, scale, 16)
     expected, scales = expected[:, np.argsort(order)], scales[:, np.argsort(order[::16] // 16)]
     same_scale = packed.block_scale.astype(np.float32) == scales
-    assert same_scale.mean() > 0.97  # float32 against float64: near-ties may fall either way, and then what follows
+    assert (
+        same_scale.mean() > 0.97
+    )  # float32 against float64: near-ties may fall either way, and then what follows
     rows = same_scale.all(1)
     assert rows.sum() >= 5
     assert (np.abs(rounded[rows] - expected[rows]) < 1e-5).mean() > 0.97
@@ -68,7 +76,9 @@ def test_columns_are_rounded_in_the_order_of_their_inputs() -> None:
     second = np.square(x).sum(0)
     blocks = factor.order.reshape(-1, 16)
     assert (blocks // 16 == blocks[:, :1] // 16).all() and sorted(factor.order) == list(range(160))
-    assert (np.diff([second[b].sum() for b in blocks]) <= 0).all() and (np.diff(second[blocks], axis=1) <= 0).all()
+    assert (np.diff([second[b].sum() for b in blocks]) <= 0).all() and (
+        np.diff(second[blocks], axis=1) <= 0
+    ).all()
     hessian = (x.T @ x).astype(np.float64)
     damped = hessian + hessians.DAMPING * hessian.diagonal().mean() * np.eye(160)
     inverse = np.linalg.inv(damped[factor.order][:, factor.order])
@@ -154,18 +164,26 @@ def test_tokens_that_count_little_are_sampled_with_their_weights_sum() -> None:
     assert difference.abs().max() < least + 1e-3
     assert 150 < int((sampled[small] > 0).sum()) < 250, "one in twenty of 4,000"
     in_parts = hessians.Sampling(table, least)
-    assert torch.equal(torch.cat([in_parts(part) for part in weight.split([1, 0, 700, 299, 4000])]), sampled)
+    assert torch.equal(
+        torch.cat([in_parts(part) for part in weight.split([1, 0, 700, 299, 4000])]), sampled
+    )
 
 
 def test_without_small_weights_all_tokens_are_taken() -> None:
     weight = torch.tensor([1.0, 0.0, 1.0, 0.3])
     assert torch.equal(hessians.Sampling(weight, 0.2)(weight), weight)
-    assert torch.equal(hessians.Sampling(torch.tensor([0.01, 1.0]), 0.0)(torch.tensor([0.01])), torch.tensor([0.01]))
+    assert torch.equal(
+        hessians.Sampling(torch.tensor([0.01, 1.0]), 0.0)(torch.tensor([0.01])),
+        torch.tensor([0.01]),
+    )
 
 
 def test_a_hessian_of_sampled_tokens_is_close_to_that_of_all() -> None:
     rng = np.random.default_rng(5)
-    x, kinds = torch.from_numpy(inputs(rng, 6000, 32)), torch.from_numpy(rng.choice(2, 6000, p=[0.9, 0.1]))
+    x, kinds = (
+        torch.from_numpy(inputs(rng, 6000, 32)),
+        torch.from_numpy(rng.choice(2, 6000, p=[0.9, 0.1])),
+    )
     x[kinds == 0] *= 2  # a Hessian without the first kind would be another
     table = torch.tensor([0.01, 1.0])
     every, sampled, alone = (
@@ -206,7 +224,10 @@ def test_inputs_that_are_not_finite_are_reported_and_the_linear_is_rounded(value
     assert hessian.amax == largest, "a NaN hides neither itself nor the largest input"
     staged = rounder()
     assert staged.solve(["mlp.down_proj"], hessian) is None
-    assert "model.layers.1.mlp.down_proj: 1 of its calibration inputs hold NaN or inf" in staged.warnings[0]
+    assert (
+        "model.layers.1.mlp.down_proj: 1 of its calibration inputs hold NaN or inf"
+        in staged.warnings[0]
+    )
 
 
 def test_a_hessian_that_is_not_finite_ends_with_an_error() -> None:
@@ -226,7 +247,9 @@ def test_a_linear_without_any_input_is_reported_and_rounded(weights: tuple[float
     hessian = hessian_of(np.zeros((8, 64), np.float32), weights)
     staged = rounder()
     assert staged.solve(["mlp.up_proj"], hessian) is None
-    assert staged.warnings == ["model.layers.1.mlp.up_proj: all its inputs are 0; rounded without error correction"]
+    assert staged.warnings == [
+        "model.layers.1.mlp.up_proj: all its inputs are 0; rounded without error correction"
+    ]
     assert staged.solve(["mlp.down_proj"], hessians.Hessian(torch.ones(1))) is None
     assert "model.layers.1.mlp.down_proj: no calibration input reached it" in staged.warnings[1]
 

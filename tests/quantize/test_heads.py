@@ -23,8 +23,12 @@ from annie_quant.quantize.formats import FP8_CHANNEL, W4A16, choose, expected_by
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.runner import copy_companions
 
-torch = pytest.importorskip("torch", reason="models are loaded with torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="models are transformers' own: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="models are loaded with torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="models are transformers' own: pip install annie-quant[quantize]"
+)
 from annie_quant.offline.loading import load  # noqa: E402
 
 MODELS = ("annie", "qwen2-tied")
@@ -33,17 +37,24 @@ HEADS = (W4A16, FP8_CHANNEL)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"annie": TINY_ANNIE, "qwen2-tied": make(tmp_path_factory.mktemp("heads") / "qwen2", "qwen2-tied")}
+    return {
+        "annie": TINY_ANNIE,
+        "qwen2-tied": make(tmp_path_factory.mktemp("heads") / "qwen2", "qwen2-tied"),
+    }
 
 
 @pytest.fixture(scope="module")
-def made(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def made(
+    sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     """Attention in FP8, the MLP in W4A16, and the head in each format."""
     home, folders = tmp_path_factory.mktemp("made"), {}
     for model, source in sources.items():
         folder = ModelFolder(source)
         for head in HEADS:
-            formats = {n: FP8_CHANNEL if "attn" in n else W4A16 for n in choose(folder, ())} | {HEAD: head}
+            formats = {n: FP8_CHANNEL if "attn" in n else W4A16 for n in choose(folder, ())} | {
+                HEAD: head
+            }
             out = home / f"{model}-{head}"
             out.mkdir()
             export(folder, out, QuantizationPlan(formats, scale="sweep"))
@@ -66,7 +77,11 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quantized_head_and_fp8_pass_the_audit_and_load_in_both_dialects(
-    sources: dict[str, Path], made: dict[tuple[str, str], Path], tmp_path: Path, model: str, head: str
+    sources: dict[str, Path],
+    made: dict[tuple[str, str], Path],
+    tmp_path: Path,
+    model: str,
+    head: str,
 ) -> None:
     source, out = sources[model], made[model, head]
     audit = checkpoint.audit(out, source=source)
@@ -98,11 +113,15 @@ def test_the_embedding_stays_and_a_token_reads_the_head_instead(
     original = source.info(weight_name(source, HEAD))
     head = sum(out.info(n).size_bytes for n in out if n.startswith("lm_head."))
     assert head == original.elements * 9 // 16 + 4
-    body = sum(out.info(n).size_bytes for n in out if n != embedding and not n.startswith("lm_head."))
+    body = sum(
+        out.info(n).size_bytes for n in out if n != embedding and not n.startswith("lm_head.")
+    )
     assert bytes_per_token(out) == body + head
 
 
-def test_a_row_of_fp8_has_its_own_scale(sources: dict[str, Path], made: dict[tuple[str, str], Path]) -> None:
+def test_a_row_of_fp8_has_its_own_scale(
+    sources: dict[str, Path], made: dict[tuple[str, str], Path]
+) -> None:
     """amax / 448 per row, and the nearest E4M3 value by NumPy's own cast."""
     source, out = ModelFolder(sources["qwen2-tied"]), ModelFolder(made["qwen2-tied", FP8_CHANNEL])
     for module in ("model.layers.1.self_attn.q_proj", HEAD):
@@ -110,12 +129,18 @@ def test_a_row_of_fp8_has_its_own_scale(sources: dict[str, Path], made: dict[tup
         scale = np.abs(weight).max(1) / np.float32(448)
         np.testing.assert_array_equal(out.tensor(f"{module}.weight_scale"), scale)
         codes = (weight / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)
-        assert (out.tensor(f"{module}.weight").view(np.uint8) == codes.view(np.uint8)).mean() > 0.9999
-    algorithms = json.loads((out.path / "hf_quant_config.json").read_text())["quantization"]["quantized_layers"]
+        assert (
+            out.tensor(f"{module}.weight").view(np.uint8) == codes.view(np.uint8)
+        ).mean() > 0.9999
+    algorithms = json.loads((out.path / "hf_quant_config.json").read_text())["quantization"][
+        "quantized_layers"
+    ]
     assert algorithms[HEAD] == {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
-def test_all_linears_and_the_head_in_one_format_name_the_head(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_all_linears_and_the_head_in_one_format_name_the_head(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     """vLLM's head is not a Linear, so a target "Linear" alone would leave it out."""
     folder = ModelFolder(sources["annie"])
     out = tmp_path / "one"
@@ -125,7 +150,9 @@ def test_all_linears_and_the_head_in_one_format_name_the_head(sources: dict[str,
     assert checkpoint.audit(out, source=sources["annie"]).ok
     ct = Path(checkpoint.convert(out, "compressed-tensors", tmp_path / "ct").path)
     assert checkpoint.audit(ct, source=sources["annie"]).ok
-    (group,) = json.loads((ct / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    (group,) = json.loads((ct / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
     assert group["targets"] == ["Linear", HEAD]
 
 
@@ -141,7 +168,14 @@ def test_llama_cpp_computes_the_head_and_fp8_as_q8_0(
     assert any("Q8_0, which rounds them once more" in line for line in result.loss)
     ids = list(range(4, 44))
     with aq.serve.start(result.path) as server:
-        (first,) = complete(server.url, ids, 1, timeout_s=60, n_probs=20)["completion_probabilities"]
+        (first,) = complete(server.url, ids, 1, timeout_s=60, n_probs=20)[
+            "completion_probabilities"
+        ]
     ours, plain = (torch.log_softmax(logits(f)[-1], -1) for f in (out, sources["annie"]))
-    apart = [[abs(float(side[p["id"]]) - p["logprob"]) for p in first["top_logprobs"]] for side in (ours, plain)]
-    assert median(apart[0]) < 0.4, "a head without its tensor scale would be thousands of times too large"
+    apart = [
+        [abs(float(side[p["id"]]) - p["logprob"]) for p in first["top_logprobs"]]
+        for side in (ours, plain)
+    ]
+    assert median(apart[0]) < 0.4, (
+        "a head without its tensor scale would be thousands of times too large"
+    )

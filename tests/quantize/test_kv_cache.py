@@ -15,8 +15,12 @@ from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 
-torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 
 KEY, VALUE = "model.layers.3.self_attn.k_proj.k_scale", "model.layers.3.self_attn.v_proj.v_scale"
 
@@ -30,7 +34,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
     for kind in ("none", "fp8", "fp8_cast"):
         quantize.run(
-            "direct", home / "bf16", home / kind, calib_data=home / "calib.jsonl", calib_samples=2, kv_cache=kind
+            "direct",
+            home / "bf16",
+            home / kind,
+            calib_data=home / "calib.jsonl",
+            calib_samples=2,
+            kv_cache=kind,
         )
     return home
 
@@ -45,7 +54,10 @@ def modelopt_export(source: Path, folder: Path, kv: dict) -> Path:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
         ids = torch.randint(0, 200, (4, 64), generator=torch.Generator().manual_seed(1))
         config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
-        config["quant_cfg"] = [*config["quant_cfg"], {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": kv}]
+        config["quant_cfg"] = [
+            *config["quant_cfg"],
+            {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": kv},
+        ]
         mtq.quantize(model, config, lambda m: m(ids))
         export_hf_checkpoint(model, export_dir=folder)
     return folder
@@ -59,13 +71,17 @@ def test_scales_are_amax_of_keys_and_values(home: Path) -> None:
     from annie_quant.quantize.calibration_samples import samples_of_rows
 
     stored = ModelFolder(home / "fp8")
-    assert {n for n in stored if n.endswith("_scale") and ".self_attn." in n and "weight" not in n} == {KEY, VALUE}
+    assert {
+        n for n in stored if n.endswith("_scale") and ".self_attn." in n and "weight" not in n
+    } == {KEY, VALUE}
     model = AutoModelForCausalLM.from_pretrained(home / "bf16", dtype=torch.float32)
     tops = np.zeros(2)
     for sample in samples_of_rows(home / "bf16", read_conversations(home / "calib.jsonl", 2)):
         with torch.inference_mode():
             cache = model(torch.tensor([sample.ids]), use_cache=True).past_key_values
-        tops = np.maximum(tops, [float(getattr(cache.layers[3], n).abs().max()) for n in ("keys", "values")])
+        tops = np.maximum(
+            tops, [float(getattr(cache.layers[3], n).abs().max()) for n in ("keys", "values")]
+        )
     np.testing.assert_allclose([stored.scalar(KEY), stored.scalar(VALUE)], tops / 448, rtol=1e-4)
 
 
@@ -79,11 +95,16 @@ def test_the_rest_of_the_checkpoint_is_unchanged(home: Path) -> None:
 
 def test_settings_are_modelopts(home: Path, tmp_path: Path) -> None:
     """ModelOpt 0.47's own FP8 export has the same two names and settings, and its cast has no scale."""
-    pytest.importorskip("modelopt", reason="its export is the reference: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "modelopt", reason="its export is the reference: pip install annie-quant[quantize]"
+    )
     fp8 = {"num_bits": (4, 3)}
     for kind, kv in (("fp8", fp8), ("fp8_cast", {**fp8, "use_constant_amax": True})):
         theirs, ours = modelopt_export(home / "bf16", tmp_path / kind, kv), home / kind
-        names = [{n for n in ModelFolder(f) if n.endswith(("k_scale", "v_scale"))} for f in (theirs, ours)]
+        names = [
+            {n for n in ModelFolder(f) if n.endswith(("k_scale", "v_scale"))}
+            for f in (theirs, ours)
+        ]
         assert names[0] == names[1] == ({KEY, VALUE} if kind == "fp8" else set())
         for file, parts in (
             ("config.json", ("quantization_config", "kv_cache_scheme")),
@@ -115,7 +136,9 @@ def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
     scale = float(ModelFolder(home / "fp8").scalar(KEY))
     key = torch.linspace(-450 * scale, 450 * scale, 64).reshape(1, 1, 2, 32)
     rounded, _ = codec.cache_rounding("fp8")(attention, key, key)
-    expected = (key / np.float32(scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * np.float32(scale)
+    expected = (key / np.float32(scale)).clamp(-448, 448).to(
+        torch.float8_e4m3fn
+    ).float() * np.float32(scale)
     assert torch.equal(rounded, expected) and float(rounded.max()) == pytest.approx(448 * scale)
 
 
@@ -128,7 +151,13 @@ def test_an_evaluation_takes_a_kv_cache(home: Path, tmp_path: Path) -> None:
     workload = Workload("sums", "", None, "Be brief.", None, False, 6, 0, ("non_empty",), (case,))
     numerics = ["w4a16", "w4a16-fp8kv", "w4a16-nvfp4kv"]
     result = runtime.evaluate(
-        home / "fp8", home / "bf16", [workload], numerics, cache=tmp_path, with_ensemble=False, dtype="float32"
+        home / "fp8",
+        home / "bf16",
+        [workload],
+        numerics,
+        cache=tmp_path,
+        with_ensemble=False,
+        dtype="float32",
     )
     kl = [result["numerics"][n]["kl"]["mean"] for n in numerics]
     assert len(set(kl)) == 3 and set(result["verdict"]["profiles"]) == set(numerics)

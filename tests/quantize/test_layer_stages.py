@@ -13,7 +13,9 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
+)
 from calibration_texts import conversations  # noqa: E402
 
 from annie_quant.quantize import calibration_samples, layer_stages  # noqa: E402
@@ -88,7 +90,9 @@ def real_rows(layers: DecoderLayers) -> torch.Tensor:
 def test_inputs_are_those_of_a_whole_pass(samples: list[CalibrationSample], kind: str) -> None:
     text = batches(samples, kind)
     padded = {i for i, b in enumerate(text) if len(set(b.lengths)) > 1}
-    assert padded and (kind == "whole" or padded & {b.start for b in text}), "rows of unequal length are continued, too"
+    assert padded and (kind == "whole" or padded & {b.start for b in text}), (
+        "rows of unequal length are continued, too"
+    )
     staged, plain = (DecoderLayers(ModelFolder(TINY_ANNIE), text) for _ in range(2))
     for layer, other in zip(staged, plain, strict=True):
         order = round_in_stages(layer, check=True)
@@ -135,7 +139,9 @@ def test_nothing_is_stored_where_memory_is_scarce(
     assert torch.equal(*states)
 
 
-def test_a_layer_of_another_shape_runs_whole(samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_another_shape_runs_whole(
+    samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = DecoderLayers(ModelFolder(TINY_ANNIE), batches(samples, "whole"))
     forward = layers.forward
     monkeypatch.setattr(layers, "forward", lambda *args, **options: 1.1 * forward(*args, **options))

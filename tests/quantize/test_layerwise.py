@@ -10,7 +10,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
+)
 from annie_quant.offline import deltanet  # noqa: E402
 from annie_quant.quantize import (  # noqa: E402
     calibration_samples,
@@ -37,8 +39,14 @@ def test_kinds_are_those_of_the_predicted_tokens(samples: list[CalibrationSample
     template = Template(TINY_ANNIE)
     for text in samples:
         assert len(text.ids) == len(text.kinds)
-        assert text.ids[: len(text.prompt)] == text.prompt and text.ids[len(text.prompt) :] == text.answer[:-1]
-        assert text.kinds[-1] == calibration_samples.END_OF_TURN and text.answer[-1] in template.end_tokens
+        assert (
+            text.ids[: len(text.prompt)] == text.prompt
+            and text.ids[len(text.prompt) :] == text.answer[:-1]
+        )
+        assert (
+            text.kinds[-1] == calibration_samples.END_OF_TURN
+            and text.answer[-1] in template.end_tokens
+        )
         first = len(text.prompt) - 1  # the prompt's last token predicts the answer's first
         assert (
             set(text.kinds[:first]) == {calibration_samples.PROMPT}
@@ -51,7 +59,11 @@ def test_kinds_are_those_of_the_predicted_tokens(samples: list[CalibrationSample
 def test_batches_hold_every_text_once(samples: list[CalibrationSample]) -> None:
     batches = calibration_samples.make_batches(samples, tokens=600)
     assert len(batches) > 1
-    rows = [tuple(i[k != calibration_samples.PADDING]) for b in batches for i, k in zip(b.ids, b.kinds, strict=True)]
+    rows = [
+        tuple(i[k != calibration_samples.PADDING])
+        for b in batches
+        for i, k in zip(b.ids, b.kinds, strict=True)
+    ]
     assert sorted(rows) == sorted(t.ids for t in samples)
 
 
@@ -70,7 +82,9 @@ def test_the_last_hidden_states_are_the_whole_model_s(samples: list[CalibrationS
 
 def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -> list[np.ndarray]:
     rows: list[np.ndarray] = []
-    handle = linear.register_forward_pre_hook(lambda module, args: rows.append(args[0][0].detach().numpy()))  # type: ignore[attr-defined]
+    handle = linear.register_forward_pre_hook(
+        lambda module, args: rows.append(args[0][0].detach().numpy())
+    )  # type: ignore[attr-defined]
     with torch.inference_mode():
         for text in samples:
             model.model(torch.tensor([text.ids]))  # type: ignore[attr-defined]
@@ -79,8 +93,14 @@ def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -
 
 
 def test_statistics_are_those_of_a_plain_forward_pass(samples: list[CalibrationSample]) -> None:
-    names = ["model.layers.2.mlp.down_proj", "model.layers.3.self_attn.k_proj", "model.layers.4.linear_attn.out_proj"]
-    amax, _ = input_stats.largest_inputs(ModelFolder(TINY_ANNIE), names, [s.ids for s in samples], SILENT)
+    names = [
+        "model.layers.2.mlp.down_proj",
+        "model.layers.3.self_attn.k_proj",
+        "model.layers.4.linear_attn.out_proj",
+    ]
+    amax, _ = input_stats.largest_inputs(
+        ModelFolder(TINY_ANNIE), names, [s.ids for s in samples], SILENT
+    )
     model = whole_model()
     for name in names:
         rows = inputs_of(model.get_submodule(name), model, samples)

@@ -23,7 +23,9 @@ from annie_quant.checkpoint.linears import covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
+)
 transformers = pytest.importorskip("transformers", reason="models are loaded with transformers")
 
 ROWS = 6
@@ -34,7 +36,9 @@ CONFIGS = {"naive": "NVFP4_DEFAULT_CFG", "mlp_only": "NVFP4_MLP_ONLY_CFG"}
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("sources")
-    return {"tiny-annie": TINY_ANNIE} | {kind: make(home / kind, kind) for kind in ("qwen2-tied", "llama-bias")}
+    return {"tiny-annie": TINY_ANNIE} | {
+        kind: make(home / kind, kind) for kind in ("qwen2-tied", "llama-bias")
+    }
 
 
 def texts(source: Path) -> Iterator[torch.Tensor]:
@@ -50,14 +54,20 @@ def texts(source: Path) -> Iterator[torch.Tensor]:
         yield torch.tensor([ids[:2048]])
 
 
-def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def quantize_by_modelopt(
+    source: Path, strategy: str, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """Let ModelOpt calibrate a model that computes in `dtype`, one conversation at a time."""
     import modelopt.torch.quantization as mtq
 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-        mtq.quantize(model, copy.deepcopy(getattr(mtq, CONFIGS[strategy])), lambda m: [m(ids) for ids in texts(source)])
+        mtq.quantize(
+            model,
+            copy.deepcopy(getattr(mtq, CONFIGS[strategy])),
+            lambda m: [m(ids) for ids in texts(source)],
+        )
     return model
 
 
@@ -88,8 +98,14 @@ def largest_inputs_by_modelopt(source: Path) -> dict[str, float]:
 
     def make(folder: Path) -> None:
         modules = quantize_by_modelopt(source, "naive", torch.float32).named_modules()
-        quantizers = {n: q for n, m in modules if (q := getattr(m, "input_quantizer", None)) and hasattr(q, "_amax")}
-        (folder / "amax.json").write_text(json.dumps({n: float(q.amax) for n, q in quantizers.items()}))
+        quantizers = {
+            n: q
+            for n, m in modules
+            if (q := getattr(m, "input_quantizer", None)) and hasattr(q, "_amax")
+        }
+        (folder / "amax.json").write_text(
+            json.dumps({n: float(q.amax) for n, q in quantizers.items()})
+        )
 
     return json.loads((by_modelopt(source, "max_float32", make) / "amax.json").read_text())
 
@@ -101,7 +117,9 @@ def input_scales(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("strategy", CONFIGS)
 @pytest.mark.parametrize("kind", ["tiny-annie", "qwen2-tied", "llama-bias"])
-def test_modelopts_own_export(sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str) -> None:
+def test_modelopts_own_export(
+    sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
+) -> None:
     """All bytes but those of input scales are equal; these are within two steps of bf16, in which ModelOpt computes."""
     source = sources[kind]
     theirs = export_by_modelopt(source, strategy)
@@ -109,16 +127,24 @@ def test_modelopts_own_export(sources: dict[str, Path], tmp_path: Path, kind: st
     a, b = ModelFolder(tmp_path / "ours"), ModelFolder(theirs)
     assert set(a) == set(b)
     for name in b:
-        assert a.info(name).dtype == b.info(name).dtype and a.info(name).shape == b.info(name).shape, name
+        assert (
+            a.info(name).dtype == b.info(name).dtype and a.info(name).shape == b.info(name).shape
+        ), name
         if not name.endswith("input_scale"):
             assert a.tensor(name).tobytes() == b.tensor(name).tobytes(), name
     ours, reference = input_scales(tmp_path / "ours"), input_scales(theirs)
     assert ours.keys() == reference.keys() and len(ours) >= 2 * 3
     assert max(abs(ours[n] / reference[n] - 1) for n in ours) < 2 * BF16_STEP
-    expected, written = (json.loads((f / "config.json").read_text()) for f in (theirs, tmp_path / "ours"))
-    assert_same_settings(written.pop("quantization_config"), expected.pop("quantization_config"), "ignore", b)
+    expected, written = (
+        json.loads((f / "config.json").read_text()) for f in (theirs, tmp_path / "ours")
+    )
+    assert_same_settings(
+        written.pop("quantization_config"), expected.pop("quantization_config"), "ignore", b
+    )
     assert written == expected
-    expected, written = (json.loads((f / "hf_quant_config.json").read_text()) for f in (theirs, tmp_path / "ours"))
+    expected, written = (
+        json.loads((f / "hf_quant_config.json").read_text()) for f in (theirs, tmp_path / "ours")
+    )
     assert_same_settings(written["quantization"], expected["quantization"], "exclude_modules", b)
 
 
@@ -135,7 +161,11 @@ def assert_same_settings(ours: dict, theirs: dict, excluded: str, folder: ModelF
 
 
 def norms(folder: ModelFolder) -> set[str]:
-    return {n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) == 1}
+    return {
+        n.removesuffix(".weight")
+        for n in folder
+        if n.endswith(".weight") and len(folder.info(n).shape) == 1
+    }
 
 
 @pytest.mark.parametrize("kind", ["tiny-annie", "qwen2-tied", "llama-bias"])
@@ -144,9 +174,13 @@ def test_input_scales_are_those_of_modelopt_where_both_compute_in_float32(
 ) -> None:
     """Shared prefixes and padding change no maximum: what differs in the test above is ModelOpt's rounding to bf16."""
     largest = largest_inputs_by_modelopt(sources[kind])
-    quantize.run("naive", sources[kind], tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
+    quantize.run(
+        "naive", sources[kind], tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS
+    )
     for name, scale in input_scales(tmp_path / "ours").items():
-        assert scale == pytest.approx(largest[name.removesuffix(".input_scale")] / (6 * 448), rel=1e-4), name
+        assert scale == pytest.approx(
+            largest[name.removesuffix(".input_scale")] / (6 * 448), rel=1e-4
+        ), name
 
 
 def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
@@ -157,7 +191,9 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
     from annie_quant.quantize import calibration_samples, input_stats
 
     folder, ids = ModelFolder(sources["qwen2-tied"]), [[5, 9, 200, 31] * n for n in (2, 7, 11)]
-    linears = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
+    linears = [
+        f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")
+    ]
     alone = [input_stats.largest_inputs(folder, linears, [row], SILENT)[0] for row in ids]
     monkeypatch.setattr(calibration_samples, "can_share", lambda folder: False)
     together = input_stats.largest_inputs(folder, linears, ids, SILENT)[0]
@@ -165,7 +201,9 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
         assert together[name] == pytest.approx(max(a[name] for a in alone), rel=1e-5)
 
 
-def test_naive_runs_without_modelopt(sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naive_runs_without_modelopt(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No module imports it, at its top or later."""
     package = Path(quantize.__file__).parents[1]
     importing = re.compile(r"^\s*(import|from) modelopt\b", re.MULTILINE)
@@ -202,6 +240,8 @@ def test_inputs_with_nan_are_refused(sources: dict[str, Path], tmp_path: Path) -
     norm = tensors["model.layers.1.input_layernorm.weight"]
     norm[3] = np.array(np.nan, norm.dtype)
     save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj: NaN or inf among its inputs"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.self_attn\.q_proj: NaN or inf among its inputs"
+    ):
         quantize.run("naive", bad, tmp_path / "out", calib_data=CALIBRATION, calib_samples=1)
     assert not (tmp_path / "out").exists()

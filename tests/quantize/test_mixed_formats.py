@@ -16,11 +16,15 @@ from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize.formats import NVFP4
 
-torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="trials run on torch: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import calibration_samples  # noqa: E402
 from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import frontier, kl_trial, mixed_formats, rounding  # noqa: E402
 from annie_quant.quantize.plan import QuantizationPlan  # noqa: E402
 
@@ -34,7 +38,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(home: Path) -> list[CalibrationSample]:
-    return calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
+    return calibration_samples.samples_of_rows(
+        home / "model", read_conversations(home / "calib.jsonl", 4)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,12 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(home: Path, name: str, **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "recipe": "fixed", **options}
+    settings = {
+        "calib_data": home / "calib.jsonl",
+        "calib_samples": 4,
+        "recipe": "fixed",
+        **options,
+    }
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
 
@@ -71,8 +82,12 @@ def test_the_most_weights_of_all_choices_round_their_inputs() -> None:
         allowed = rng.random() * sum(harm.values())
         chosen = frontier.with_rounded_inputs(harm, weights, allowed)
         assert sum(harm[u] for u in chosen) <= allowed * (1 + 1e-8)
-        every = itertools.chain.from_iterable(itertools.combinations(harm, k) for k in range(len(harm) + 1))
-        best = max(sum(weights[u] for u in some) for some in every if sum(harm[u] for u in some) <= allowed)
+        every = itertools.chain.from_iterable(
+            itertools.combinations(harm, k) for k in range(len(harm) + 1)
+        )
+        best = max(
+            sum(weights[u] for u in some) for some in every if sum(harm[u] for u in some) <= allowed
+        )
         assert sum(weights[u] for u in chosen) == best
     assert frontier.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
 
@@ -92,9 +107,13 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 3) for n in ("gate", "up", "down")]
     amax = trial.largest_inputs(names)
     assert set(amax) == set(names) and min(amax.values()) > 0
-    amax["model.layers.0.mlp.gate_proj"] *= 2  # gate and up are served with one scale, the larger one
+    amax["model.layers.0.mlp.gate_proj"] *= (
+        2  # gate and up are served with one scale, the larger one
+    )
     measured = divergence(QuantizationPlan(dict.fromkeys(amax, NVFP4), amax))
-    assert divergence(QuantizationPlan({})) == noise < 0.05 * measured, "the trial leaves the model as it was"
+    assert divergence(QuantizationPlan({})) == noise < 0.05 * measured, (
+        "the trial leaves the model as it was"
+    )
 
     model = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
     fused = amax | {"model.layers.0.mlp.up_proj": amax["model.layers.0.mlp.gate_proj"]}
@@ -102,7 +121,11 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     def rounds(top: float):
         def hook(module, args):
             scale = np.float32(top / LARGEST_NVFP4)
-            return (torch.from_numpy(nvfp4.fake_quant(args[0].numpy(), tensor_scale=scale)).view(args[0].shape),)
+            return (
+                torch.from_numpy(nvfp4.fake_quant(args[0].numpy(), tensor_scale=scale)).view(
+                    args[0].shape
+                ),
+            )
 
         return hook
 
@@ -116,9 +139,14 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
             kl = (p.exp() * (p - q)).sum(-1)[-len(sample.answer) :]
             total, count = total + float(kl.sum()), count + len(kl)
             decides = torch.tensor(sample.decides)
-            decisions, deciding = decisions + float(kl[decides].sum()), deciding + int(decides.sum())
+            decisions, deciding = (
+                decisions + float(kl[decides].sum()),
+                deciding + int(decides.sum()),
+            )
     assert 0 < deciding < count
-    assert measured == pytest.approx(total / count + decisions / deciding, rel=0.02)  # the trial's reference is float16
+    assert measured == pytest.approx(
+        total / count + decisions / deciding, rel=0.02
+    )  # the trial's reference is float16
 
 
 def test_long_answers_share_the_tokens_of_a_trial(samples: list[CalibrationSample]) -> None:
@@ -140,16 +168,24 @@ def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(
     line = next(line for line in lines if line.startswith("W4A4 for "))
     units, of = (int(word) for word in line.split()[2:5:2])
     folder = ModelFolder(out)
-    groups = mixed_formats.served_units(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
+    groups = mixed_formats.served_units(
+        folder.family, [n.removesuffix(".weight_scale_2") for n in every]
+    )
     rounded = {n.removesuffix(".input_scale") for n in narrow}
     assert of == len(groups) and units == sum(members[0] in rounded for members in groups.values())
     for members in groups.values():
-        assert len({n in rounded for n in members}) == 1, "what is served as one matrix has one format"
+        assert len({n in rounded for n in members}) == 1, (
+            "what is served as one matrix has one format"
+        )
 
 
-def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_or_none_of_the_harm_are_the_two_plain_formats(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the harm of each unit is."""
-    monkeypatch.setattr(mixed_formats, "measure_inputs", lambda job, units, *_: dict.fromkeys(units, 0.1))
+    monkeypatch.setattr(
+        mixed_formats, "measure_inputs", lambda job, units, *_: dict.fromkeys(units, 0.1)
+    )
     for share, activations in ((1.0, 4), (0.0, 16)):
         mixed, plain = (
             run(home, f"share{share:g}", share=share),
@@ -161,10 +197,16 @@ def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path, monkeypat
 
 def test_many_layers_are_measured_in_bands_of_neighbours_with_the_same_linears() -> None:
     kinds = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-    units = {f"model.layers.{i}.{k}": [f"model.layers.{i}.{k}", f"{i}.{k}.fused"] for i in range(30) for k in kinds}
+    units = {
+        f"model.layers.{i}.{k}": [f"model.layers.{i}.{k}", f"{i}.{k}.fused"]
+        for i in range(30)
+        for k in kinds
+    }
     bands = mixed_formats.bands_of(units, 32)
     assert len(bands) == 32
-    assert sorted(n for members in bands.values() for n in members) == sorted(n for m in units.values() for n in m)
+    assert sorted(n for members in bands.values() for n in members) == sorted(
+        n for m in units.values() for n in m
+    )
     for members in bands.values():
         layers = sorted({int(n.split(".")[2]) for n in members if n.startswith("model.")})
         assert layers == list(range(layers[0], layers[-1] + 1)) and len(layers) <= 4
@@ -179,7 +221,9 @@ def test_a_share_is_from_0_to_1(home: Path) -> None:
     assert not (home / "refused").exists()
 
 
-def test_a_run_that_dies_in_a_layer_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_dies_in_a_layer_does_not_measure_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = rounding.LayerResult.save
 
     def dies(self: rounding.LayerResult, path: Path) -> None:
@@ -211,8 +255,12 @@ def test_a_run_that_dies_while_it_measures_does_not_measure_again(
             run(home, "killed", share=0.3)
     assert not (home / "killed").exists()
     monkeypatch.setattr(
-        kl_trial.Trial, "shares", lambda self, plan: (calls.append(tuple(plan.formats)), shares(self, plan))[1]
+        kl_trial.Trial,
+        "shares",
+        lambda self, plan: (calls.append(tuple(plan.formats)), shares(self, plan))[1],
     )
     again = run(home, "killed", share=0.3)
     assert len(calls) == len(set(calls)) > 6, "measured again"
-    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in mixed[0].iterdir()}
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
+        p.name: p.read_bytes() for p in mixed[0].iterdir()
+    }

@@ -16,8 +16,12 @@ from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.runner import copy_companions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="trials run on torch: pip install annie-quant[quantize]"
+)
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 from annie_quant.core.progress import SILENT  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import calibration_samples as text  # noqa: E402
@@ -50,13 +54,17 @@ def divergence(plan: QuantizationPlan, model: Path, samples: Samples) -> float:
 
 
 def test_tuned_norms_lower_the_divergence_and_pass_the_audit(
-    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, plan, samples = rounded
     before = divergence(plan, job.model, samples)
     monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1e-2)  # all changes reach their limit
     monkeypatch.setitem(norm_tuning.STEPS, "cpu", 16)
-    plan.weights = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors")
+    plan.weights = norm_tuning.tuned_norms(
+        job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors"
+    )
     assert divergence(plan, job.model, samples) < 0.97 * before
 
     source = ModelFolder(job.model)
@@ -92,13 +100,17 @@ def test_tuned_norms_lower_the_divergence_and_pass_the_audit(
 
 @pytest.mark.gpu
 def test_norms_are_tuned_on_a_gpu(
-    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, plan, samples = rounded
     plan.weights = {}
     before = divergence(plan, job.model, samples)
     monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1e-2)
-    plan.weights = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors")
+    plan.weights = norm_tuning.tuned_norms(
+        job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors"
+    )
     assert divergence(plan, job.model, samples) < 0.97 * before
 
 
@@ -112,14 +124,25 @@ def test_the_loss_is_the_divergence_of_the_next_tokens(
     export(ModelFolder(job.model), out, plan)
     copy_companions(job.model, out)
     logits = {}
-    for name, folder, numerics in (("source", job.model, None), ("served", out, "w4a4"), ("weights", out, "w4a16")):
+    for name, folder, numerics in (
+        ("source", job.model, None),
+        ("served", out, "w4a4"),
+        ("weights", out, "w4a16"),
+    ):
         model = load(folder, numerics, cache="float32", dtype=torch.float32, device="cpu")
         with torch.inference_mode():
-            logits[name] = [model(torch.tensor([s.ids])).logits[0, len(s.prompt) - 1 :].double() for s in samples]
+            logits[name] = [
+                model(torch.tensor([s.ids])).logits[0, len(s.prompt) - 1 :].double()
+                for s in samples
+            ]
     for inputs, name in ((True, "served"), (False, "weights")):
         pairs = zip(logits["source"], logits[name], strict=True)
-        kl = torch.cat([(p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1) for p, q in pairs])
-        tuning = NormTuning(kl_trial.Trial(ModelFolder(job.model), ()), plan, samples, text.RESPONSE, 0)
+        kl = torch.cat(
+            [(p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1) for p, q in pairs]
+        )
+        tuning = NormTuning(
+            kl_trial.Trial(ModelFolder(job.model), ()), plan, samples, text.RESPONSE, 0
+        )
         with tuning.trial.rounded(plan, inputs):
             losses = [float(tuning.loss(i).detach()) for i in range(len(tuning.batches))]
         tokens = [int((b.kinds > text.PROMPT).sum()) for b in tuning.batches]
@@ -128,14 +151,18 @@ def test_the_loss_is_the_divergence_of_the_next_tokens(
 
 
 def test_a_finished_tuning_is_read_and_not_made_again(
-    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, plan, samples = rounded
     monkeypatch.setitem(norm_tuning.STEPS, "cpu", 2)
     file = tmp_path / "norms.safetensors"
     first = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, file)
     again = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "again.safetensors")
-    assert all(np.array_equal(first[n], again[n]) for n in first), "a run that is made again has the same bytes"
+    assert all(np.array_equal(first[n], again[n]) for n in first), (
+        "a run that is made again has the same bytes"
+    )
     monkeypatch.setattr(norm_tuning, "NormTuning", None)
     stored = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, file)
     assert stored.keys() == first.keys() and all(np.array_equal(stored[n], first[n]) for n in first)

@@ -16,15 +16,25 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.documents import HeldOut
 from annie_quant.quantize.strategy import Job
 
-torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="trials run on torch: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import calibration_samples  # noqa: E402
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample  # noqa: E402
 
-pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+pytest.importorskip(
+    "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
+)
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import kl_trial, norm_tuning, recipe_choice, rounding  # noqa: E402
-from annie_quant.quantize.recipe_choice import RecipeChoice, ScoredMethod, Trials, choose_method, hold_out  # noqa: E402
+from annie_quant.quantize.recipe_choice import (  # noqa: E402
+    RecipeChoice,
+    ScoredMethod,
+    Trials,
+    choose_method,
+    hold_out,
+)
 from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
 
 
@@ -36,7 +46,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample(row: int, category: str = "a", decides: int = 1, length: int = 10) -> CalibrationSample:
     kinds = (PROMPT,) * (length - 4) + (CONTENT,) * 4
     return CalibrationSample(
-        category, tuple(range(length)), kinds, (1, 2, 3, 4), (True,) * decides + (False,) * (4 - decides), row
+        category,
+        tuple(range(length)),
+        kinds,
+        (1, 2, 3, 4),
+        (True,) * decides + (False,) * (4 - decides),
+        row,
     )
 
 
@@ -45,7 +60,10 @@ def test_whole_conversations_of_all_categories_are_held_out(rows: int) -> None:
     samples = [sample(i // 2, "abc"[i // 2 % 3]) for i in range(2 * rows)]
     random.Random(0).shuffle(samples)
     learned, held = hold_out(samples, 10**6)
-    assert not {s.row for s in learned} & {s.row for s in held} and len(learned) + len(held) == 2 * rows
+    assert (
+        not {s.row for s in learned} & {s.row for s in held}
+        and len(learned) + len(held) == 2 * rows
+    )
     assert 2 <= len({s.row for s in held}) <= rows / 4
     if rows >= 40:
         assert {s.category for s in held} == set("abc")
@@ -58,7 +76,9 @@ def test_no_more_is_held_out_than_decides_or_fits() -> None:
     assert hold_out(samples[:7], 10**6) == (samples[:7], [])
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> tuple[RecipeChoice, list[str]]:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]
+) -> tuple[RecipeChoice, list[str]]:
     """Return what is chosen of methods whose held-out conversations have these divergences; others have gptq's."""
     tried: list[str] = []
 
@@ -73,7 +93,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> t
     samples = [sample(i) for i in range(40)]
     ingredients = list(recipe_choice.ingredients("normal", []))
     lines: list[str] = []
-    choice = choose_method(Job(Path("m"), Path("out")), {}, samples, Method(), ingredients, Lines(lines.append))
+    choice = choose_method(
+        Job(Path("m"), Path("out")), {}, samples, Method(), ingredients, Lines(lines.append)
+    )
     assert [i.name for i in choice.ingredients] == tried
     return choice, lines
 
@@ -87,13 +109,28 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
     choice, lines = chosen(
-        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "prompt tokens at 1": noisy, "plain rounding": noisy}
+        monkeypatch,
+        {
+            "GPTQ": base,
+            "prompt tokens at 0": better,
+            "prompt tokens at 1": noisy,
+            "plain rounding": noisy,
+        },
     )
     used = {i.name: i.used for i in choice.ingredients}
-    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["prompt tokens at 1"] and not used["plain rounding"]
+    assert (
+        used["GPTQ"]
+        and used["prompt tokens at 0"]
+        and not used["prompt tokens at 1"]
+        and not used["plain rounding"]
+    )
     assert choice.method == Method(prompt=0.0)
     entry = choice.ingredients[1]
-    assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
+    assert (
+        entry.kl == pytest.approx(sum(better))
+        and entry.change == pytest.approx(-1.05)
+        and 0 < entry.noise < 0.05
+    )
     assert choice.held_out == HeldOut(10, 40, 10)
     assert any("fewer than 2,000" in line for line in lines) and any(
         line.startswith("refuses prompt tokens at 1") for line in lines
@@ -108,7 +145,9 @@ def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.Mon
 def test_settings_of_the_user_are_not_tried() -> None:
     every = dict(recipe_choice.ingredients("max", []))
     assert len(every) == len(recipe_choice.INGREDIENTS)
-    assert all("prompt" not in changes for _, changes in recipe_choice.ingredients("max", ["prompt"]))
+    assert all(
+        "prompt" not in changes for _, changes in recipe_choice.ingredients("max", ["prompt"])
+    )
     assert (
         set(dict(recipe_choice.ingredients("fast", [])))
         < set(dict(recipe_choice.ingredients("normal", [])))
@@ -120,7 +159,9 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
     rng = random.Random(1)
     before = [[rng.random() for _ in range(4)] for _ in range(50)]
     after = [[x + rng.gauss(0, 0.01) for x in row] for row in before]
-    scored = [ScoredMethod(name, Method(), np.array(rows)) for name, rows in (("a", before), ("b", after))]
+    scored = [
+        ScoredMethod(name, Method(), np.array(rows)) for name, rows in (("a", before), ("b", after))
+    ]
     change, noise = scored[1].change(scored[0])
     differences = [sum(a) - sum(b) for a, b in zip(after, before, strict=True)]
     resampled = [sum(rng.choices(differences, k=50)) for _ in range(4000)]
@@ -147,7 +188,9 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
     monkeypatch.setitem(norm_tuning.STEPS, "cpu", 4)
     monkeypatch.setattr(rounding, "device_kind", lambda: device)
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 3))
+    samples = calibration_samples.samples_of_rows(
+        home / "model", read_conversations(home / "calib.jsonl", 3)
+    )
     names = [
         n.removesuffix(".weight")
         for n in folder
@@ -159,17 +202,22 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
     trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, 10**6, cut=False))
     source = {n: p.clone() for n, p in trial.model.named_parameters()}
     figures = {inputs: trial.shares(plan, inputs)[:, :2] for inputs in (True, False)}
-    assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), "the model is as it was"
+    assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), (
+        "the model is as it was"
+    )
     assert figures[True][:, 0].sum() > figures[False][:, 0].sum() > 0
     (tmp_path / "out").mkdir()
     export(folder, job.output, plan)
     copy_companions(home / "model", tmp_path / "out")
     for inputs, numerics in ((True, "w4a4"), (False, "w4a16")):
-        trial.model = load(tmp_path / "out", numerics, cache="float32", dtype=torch.float32, device="cpu")
+        trial.model = load(
+            tmp_path / "out", numerics, cache="float32", dtype=torch.float32, device="cpu"
+        )
         trial.engine = kl_trial.Engine(trial.model)
         with torch.inference_mode():
             scores = {
-                i: (trial.reference[i].float(), torch.log_softmax(q, -1)) for i, q in trial.engine.scores(trial.rows)
+                i: (trial.reference[i].float(), torch.log_softmax(q, -1))
+                for i, q in trial.engine.scores(trial.rows)
             }
         rows = {i: (p.exp() * (p - q)).sum(-1).clamp_min(0) for i, (p, q) in scores.items()}
         expected = {a.conversation: [0.0, 0.0] for a in trial.answers}
@@ -210,10 +258,14 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
         with pytest.raises(KeyboardInterrupt):
             run(home, "killed")
     rounded: list[str] = []
-    monkeypatch.setattr(recipe_choice, "round_model", lambda *args: rounded.append(args[-1]) or round_model(*args))
+    monkeypatch.setattr(
+        recipe_choice, "round_model", lambda *args: rounded.append(args[-1]) or round_model(*args)
+    )
     again = run(home, "killed")
     assert len(rounded) == len(names) - 1, "all but gptq are measured"
-    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()
+    }
 
 
 def test_too_few_conversations_are_one_clear_line(home: Path) -> None:

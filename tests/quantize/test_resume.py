@@ -22,12 +22,21 @@ PART = ",".join(f"layers.{i}" for i in range(6))
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of four layers and conversations to calibrate it with."""
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
+    )
     return runtime_models.save_with_conversations(tmp_path_factory.mktemp("small"))
 
 
 def make(strategy: str, small: Path, output: Path, **settings: object) -> dict[str, bytes]:
-    quantize.run(strategy, small / "model", output, calib_data=small / "calib.jsonl", calib_samples=3, **settings)
+    quantize.run(
+        strategy,
+        small / "model",
+        output,
+        calib_data=small / "calib.jsonl",
+        calib_samples=3,
+        **settings,
+    )
     return contents(output)
 
 
@@ -46,7 +55,9 @@ def test_measurements_before_an_interruption_are_not_repeated(
     monkeypatch.setattr(Trial, "shares", lambda *args: measured.append(args[1]) or shares(*args))
 
     def run(name: str) -> dict[str, bytes]:
-        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8)
+        return make(
+            "sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8
+        )
 
     whole, once = run("whole"), len(measured)
 
@@ -59,7 +70,11 @@ def test_measurements_before_an_interruption_are_not_repeated(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(KeyedJson, "save", interrupted)
         run("out")
-    assert saved[0].name == "input_shares.json" and saved[-1].is_file() and not (tmp_path / "out").exists()
+    assert (
+        saved[0].name == "input_shares.json"
+        and saved[-1].is_file()
+        and not (tmp_path / "out").exists()
+    )
     assert run("out") == whole
     assert once > 2 and len(measured) == 2 * once
     assert not saved[-1].exists(), "the work folder is removed after success"
@@ -74,7 +89,9 @@ def test_what_was_stored_for_other_settings_is_not_used(tmp_path: Path) -> None:
     job = quantize.Job(TINY_ANNIE, tmp_path / "out", CALIBRATION, work=tmp_path / "work")
     (job.work_folder() / "state").write_text("{}")
     job.measurements("scores.json").save({"a": 1})
-    assert (job.work_folder() / "state").is_file() and job.measurements("scores.json").load() == {"a": 1}
+    assert (job.work_folder() / "state").is_file() and job.measurements("scores.json").load() == {
+        "a": 1
+    }
     job = replace(job, seed=1)
     assert job.measurements("scores.json").load() is None
     assert not (job.work_folder() / "state").exists()
@@ -84,18 +101,30 @@ def other_prompt(path: Path) -> Path:
     rows = [json.loads(line) for line in CALIBRATION.read_text().splitlines()]
     for row in rows:
         row["messages"][0]["content"] = "You are someone else."
-        row["provenance"] |= {"persona": "annie", "prompt_sha256": sha256_text("You are someone else.")}
+        row["provenance"] |= {
+            "persona": "annie",
+            "prompt_sha256": sha256_text("You are someone else."),
+        }
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
+    )
     stale = other_prompt(tmp_path / "stale.jsonl")
     with pytest.raises(UsageError, match="system prompt"):
         quantize.run("naive", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2)
     assert not (tmp_path / "out").exists()
-    quantize.run("naive", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2, allow_prompt_mismatch=True)
+    quantize.run(
+        "naive",
+        TINY_ANNIE,
+        tmp_path / "out",
+        calib_data=stale,
+        calib_samples=2,
+        allow_prompt_mismatch=True,
+    )
     recipe = json.loads((tmp_path / "out/annie_quant.json").read_text())
     assert recipe["prompt_sha256"] == [sha256_text("You are someone else.")]
     assert "production" in recipe["prompt_mismatch"]
@@ -103,19 +132,27 @@ def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path: Path) -> None
 
 def test_a_checkpoint_made_for_another_prompt_is_not_judged_unless_allowed(tmp_path: Path) -> None:
     stale = other_prompt(tmp_path / "stale.jsonl")
-    quantize.run("direct", TINY_ANNIE, tmp_path / "out", calib_data=stale, allow_prompt_mismatch=True)
+    quantize.run(
+        "direct", TINY_ANNIE, tmp_path / "out", calib_data=stale, allow_prompt_mismatch=True
+    )
     with pytest.raises(UsageError, match="another system prompt"):
         check_checkpoint(tmp_path / "out", resolve())
     assert "annie" in (check_checkpoint(tmp_path / "out", resolve(), allow=True) or "")
     quantize.run("direct", TINY_ANNIE, tmp_path / "good", calib_data=CALIBRATION)
     assert check_checkpoint(tmp_path / "good", resolve()) is None
-    assert check_checkpoint(TINY_ANNIE, resolve()) is None, "a checkpoint without a hash cannot be compared"
+    assert check_checkpoint(TINY_ANNIE, resolve()) is None, (
+        "a checkpoint without a hash cannot be compared"
+    )
 
 
 def test_the_named_persona_decides(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="system prompt"):
         quantize.run(
-            "direct", TINY_ANNIE, tmp_path / "out", calib_data=other_prompt(tmp_path / "s.jsonl"), persona="annie"
+            "direct",
+            TINY_ANNIE,
+            tmp_path / "out",
+            calib_data=other_prompt(tmp_path / "s.jsonl"),
+            persona="annie",
         )
 
 
@@ -124,11 +161,22 @@ def test_unknown_settings_are_refused_with_the_known_ones(tmp_path: Path) -> Non
         quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bit=5)
     assert "bits" in refused.value.hint
     with pytest.raises(UsageError, match="bits=many"):
-        quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bits="many")
+        quantize.run(
+            "sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bits="many"
+        )
 
 
 def test_a_size_that_cannot_be_reached_is_refused_with_one_that_can(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
+    )
     with pytest.raises(UsageError, match="less than") as refused:
-        quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, exclude=PART, bits=4.8)
+        quantize.run(
+            "sensitivity",
+            TINY_ANNIE,
+            tmp_path / "out",
+            calib_data=CALIBRATION,
+            exclude=PART,
+            bits=4.8,
+        )
     assert "--set bits=" in refused.value.hint

@@ -25,7 +25,9 @@ def test_a_layer_number_is_a_whole_part() -> None:
 
 def test_a_plain_pattern_names_parts_anywhere() -> None:
     modules = excluded(["linear_attn", "layers.0", "layers.11"], MODULES)
-    assert modules == {m for m in MODULES if ".linear_attn." in m or ".layers.0." in m or ".layers.11." in m}
+    assert modules == {
+        m for m in MODULES if ".linear_attn." in m or ".layers.0." in m or ".layers.11." in m
+    }
 
 
 def test_fnmatch_is_over_the_full_name() -> None:
@@ -35,9 +37,12 @@ def test_fnmatch_is_over_the_full_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meant"), [("layer.0", "layers.0"), ("linear_atn", "linear_attn"), ("layers.12", "layers.1")]
+    ("pattern", "meant"),
+    [("layer.0", "layers.0"), ("linear_atn", "linear_attn"), ("layers.12", "layers.1")],
 )
-def test_a_pattern_that_matches_nothing_is_refused_with_a_suggestion(pattern: str, meant: str) -> None:
+def test_a_pattern_that_matches_nothing_is_refused_with_a_suggestion(
+    pattern: str, meant: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         excluded([pattern], MODULES)
     assert repr(pattern) in refused.value.message
@@ -46,13 +51,17 @@ def test_a_pattern_that_matches_nothing_is_refused_with_a_suggestion(pattern: st
 
 
 def test_every_linear_with_uneven_rows_is_named_at_once(tmp_path) -> None:
-    names = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(2) for part in ("up", "down")]
+    names = [
+        f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(2) for part in ("up", "down")
+    ]
     tensors = {n: np.zeros((32, 150 if "down" in n else 32), ml_dtypes.bfloat16) for n in names}
     folder = ModelFolder(zoo.save(tmp_path / "model", tensors, {"model_type": "llama"}))
     with pytest.raises(CheckpointError, match="rows of 150, expected a multiple of 16") as refused:
         choose(folder, ())
     assert refused.value.hint.endswith("--exclude-layers mlp.down_proj")
-    assert choose(folder, ["mlp.down_proj"]) == [n.removesuffix(".weight") for n in names if "up" in n]
+    assert choose(folder, ["mlp.down_proj"]) == [
+        n.removesuffix(".weight") for n in names if "up" in n
+    ]
 
 
 def test_a_quantized_folder_is_refused_although_some_linears_are_plain(tmp_path) -> None:

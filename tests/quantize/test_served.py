@@ -13,7 +13,9 @@ import annie_quant as aq
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 
-pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+pytest.importorskip(
+    "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
+)
 from annie_quant.quantize import mixed_formats, norm_tuning, runner
 
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
@@ -36,7 +38,9 @@ def run(
     output = tmp_path_factory.mktemp("run") / request.param
     settings = {"calib_samples": 2, **SETTINGS.get(request.param, {})}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "draw_frontier", lambda plan, path: None)  # tested in quantize/test_frontier_plan.py
+        patch.setattr(
+            runner, "draw_frontier", lambda plan, path: None
+        )  # tested in quantize/test_frontier_plan.py
         patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
         patch.setattr(mixed_formats, "POSITIONS", 512)
         patch.setitem(norm_tuning.STEPS, "cpu", 2)
@@ -45,19 +49,27 @@ def run(
     return strategy, result, output
 
 
-def test_it_passes_the_audit_and_records_how_it_was_made(run: tuple[str, quantize.QuantizeResult, Path]) -> None:
+def test_it_passes_the_audit_and_records_how_it_was_made(
+    run: tuple[str, quantize.QuantizeResult, Path],
+) -> None:
     strategy, result, output = run
     audit = aq.checkpoint.audit(output, source=MODEL)
     assert audit.ok, [f.message for f in audit.findings]
     written = json.loads((output / "annie_quant.json").read_text())
     assert written["strategy"] == strategy and len(written["prompt_sha256"]) == 1
-    algorithm = json.loads((output / "config.json").read_text())["quantization_config"]["quant_algo"]
-    assert algorithm in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"), "no format whose inputs a server has to scale"
+    algorithm = json.loads((output / "config.json").read_text())["quantization_config"][
+        "quant_algo"
+    ]
+    assert algorithm in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"), (
+        "no format whose inputs a server has to scale"
+    )
     assert result.size_bytes < 0.95 * result.source_bytes
     assert result.expected_bytes == pytest.approx(ModelFolder(output).weight_bytes, rel=1e-4)
 
 
-def test_it_calls_the_tool_on_the_real_server(run: tuple[str, quantize.QuantizeResult, Path]) -> None:
+def test_it_calls_the_tool_on_the_real_server(
+    run: tuple[str, quantize.QuantizeResult, Path],
+) -> None:
     pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
     pytest.importorskip("gguf", reason="the serve extra is not installed")
     _, _, output = run
@@ -75,7 +87,9 @@ def test_it_calls_the_tool_on_the_real_server(run: tuple[str, quantize.QuantizeR
     }
     with aq.serve.start(file) as server:
         request = urllib.request.Request(
-            server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            server.url + "/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             choice = json.loads(answer.read())["choices"][0]

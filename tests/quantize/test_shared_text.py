@@ -15,15 +15,27 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 
-torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+torch = pytest.importorskip(
+    "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
+)
 from calibration_texts import conversations  # noqa: E402
 
 from annie_quant.quantize import calibration_samples  # noqa: E402
-from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, SharedText, TokenBatch, weight_table  # noqa: E402
+from annie_quant.quantize.calibration_samples import (  # noqa: E402
+    PADDING,
+    CalibrationSample,
+    SharedText,
+    TokenBatch,
+    weight_table,
+)
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
-WEIGHTS = {**calibration_samples.MANNERS_RESPONSE, calibration_samples.PROMPT: 0.1, calibration_samples.THINKING: 3.0}
+WEIGHTS = {
+    **calibration_samples.MANNERS_RESPONSE,
+    calibration_samples.PROMPT: 0.1,
+    calibration_samples.THINKING: 3.0,
+}
 
 
 @pytest.fixture(scope="module", params=["answers", "conversations"])
@@ -60,7 +72,9 @@ def tokens_before(text: SharedText, batch: TokenBatch, row: int) -> list[int]:
     return [*tokens_before(text, earlier, row), *map(int, own)]
 
 
-def test_it_is_shorter_and_batches_are_bounded(samples: list[CalibrationSample], text: SharedText) -> None:
+def test_it_is_shorter_and_batches_are_bounded(
+    samples: list[CalibrationSample], text: SharedText
+) -> None:
     assert any(b.start is not None for b in text.batches)
     assert sum(b.ids.size for b in text.batches) < sum(len(s.ids) for s in samples)
     for i, batch in enumerate(text.batches):
@@ -68,7 +82,9 @@ def test_it_is_shorter_and_batches_are_bounded(samples: list[CalibrationSample],
         assert batch.ids.size <= 500 or len(batch.ids) == 1
 
 
-def test_every_position_of_every_sample_counts_once(samples: list[CalibrationSample], text: SharedText) -> None:
+def test_every_position_of_every_sample_counts_once(
+    samples: list[CalibrationSample], text: SharedText
+) -> None:
     counts = {code: counts for counts, code in text.codes.items()}
     positions: Counter[tuple[tuple[int, ...], int]] = Counter()
     for ids, codes in paths(text):
@@ -91,22 +107,30 @@ def hessians(layers: DecoderLayers, table: torch.Tensor) -> list[Hessian]:
     return every
 
 
-def test_hessians_are_those_of_the_samples(samples: list[CalibrationSample], text: SharedText) -> None:
+def test_hessians_are_those_of_the_samples(
+    samples: list[CalibrationSample], text: SharedText
+) -> None:
     folder = ModelFolder(TINY_ANNIE)
     plain = DecoderLayers(folder, calibration_samples.make_batches(samples))
     shared = DecoderLayers(folder, text.batches)
     expected = hessians(plain, weight_table(WEIGHTS, "cpu"))
-    for ours, theirs in zip(hessians(shared, text.weight_table(WEIGHTS, "cpu")), expected, strict=True):
+    for ours, theirs in zip(
+        hessians(shared, text.weight_table(WEIGHTS, "cpu")), expected, strict=True
+    ):
         a, b = (np.asarray(h.mean()) for h in (ours, theirs))
         assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
 
-def test_other_layers_and_gpus_get_whole_samples(samples: list[CalibrationSample], tmp_path: Path) -> None:
+def test_other_layers_and_gpus_get_whole_samples(
+    samples: list[CalibrationSample], tmp_path: Path
+) -> None:
     text = calibration_samples.arrange(samples, share=False)
     assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
-    shutil.copytree(TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant"))
+    shutil.copytree(
+        TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant")
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     types = ModelFolder(tmp_path).text_config["layer_types"]
     for other in ("sliding_attention", "mamba"):
@@ -137,6 +161,8 @@ def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
     assert all(len(lengths[p]) * lengths[p][-1] <= 400 or len(lengths[p]) == 1 for p in parts)
     if len(lengths) < 10:
         allowed = [
-            p for p in every(0) if all(len(lengths[q]) * lengths[q][-1] <= 400 or q.stop - q.start == 1 for q in p)
+            p
+            for p in every(0)
+            if all(len(lengths[q]) * lengths[q][-1] <= 400 or q.stop - q.start == 1 for q in p)
         ]
         assert cost(parts) == min(map(cost, allowed))

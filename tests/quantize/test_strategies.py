@@ -25,7 +25,9 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> dict[str, Path]:
-    pytest.importorskip("transformers", reason="naive and mlp_only calibrate: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "transformers", reason="naive and mlp_only calibrate: pip install annie-quant[quantize]"
+    )
     root = tmp_path_factory.mktemp("models")
     for strategy in ("naive", "mlp_only", "direct"):
         quantize.run(strategy, TINY_ANNIE, root / strategy, calib_data=calibration, calib_samples=4)
@@ -34,12 +36,20 @@ def models(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> dict[
 
 def quantized(folder: Path) -> set[str]:
     model = ModelFolder(folder)
-    return {n.removesuffix(".weight") for n in model if n.endswith(".weight") and model.info(n).dtype == "U8"}
+    return {
+        n.removesuffix(".weight")
+        for n in model
+        if n.endswith(".weight") and model.info(n).dtype == "U8"
+    }
 
 
 def linears() -> set[str]:
     source = ModelFolder(TINY_ANNIE)
-    two = {n.removesuffix(".weight") for n in source if n.endswith(".weight") and len(source.info(n).shape) == 2}
+    two = {
+        n.removesuffix(".weight")
+        for n in source
+        if n.endswith(".weight") and len(source.info(n).shape) == 2
+    }
     return {n for n in two if not n.endswith(("embed_tokens", "lm_head", "in_proj_a", "in_proj_b"))}
 
 
@@ -87,7 +97,11 @@ def test_a_multimodal_source_keeps_its_form_and_gets_the_same_bytes(
     assert ours.config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert np.all(ours.tensor("model.visual.merger.linear_fc1.weight") == 1)
     for name in theirs:
-        deeper = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        deeper = (
+            name.replace("model.", "model.language_model.", 1)
+            if name.startswith("model.")
+            else name
+        )
         assert ours.tensor(deeper).tobytes() == theirs.tensor(name).tobytes(), name
 
 
@@ -98,7 +112,9 @@ def test_direct_is_weight_only(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("scale", ["four_over_six", "sweep"])
-def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, models: dict[str, Path], scale: str) -> None:
+def test_searched_scales_come_closer_to_the_weights(
+    tmp_path: Path, models: dict[str, Path], scale: str
+) -> None:
     quantize.run("direct", TINY_ANNIE, tmp_path / scale, scale=scale)
     source = ModelFolder(TINY_ANNIE)
 
@@ -113,7 +129,9 @@ def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, models: dict
                 shape,
                 16,
             )
-            difference = nvfp4.unpack(packed, dtype="float32") - source.tensor(f"{module}.weight").astype(np.float32)
+            difference = nvfp4.unpack(packed, dtype="float32") - source.tensor(
+                f"{module}.weight"
+            ).astype(np.float32)
             total += float((difference.astype(np.float64) ** 2).sum())
         return total
 
@@ -122,14 +140,22 @@ def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, models: dict
 
 def test_excluded_layers_stay(tmp_path: Path) -> None:
     quantize.run("direct", TINY_ANNIE, tmp_path / "out", exclude="linear_attn,layers.0")
-    assert quantized(tmp_path / "out") == {n for n in linears() if ".linear_attn." not in n and ".layers.0." not in n}
+    assert quantized(tmp_path / "out") == {
+        n for n in linears() if ".linear_attn." not in n and ".layers.0." not in n
+    }
 
 
 @pytest.mark.parametrize(("model_type", "named"), [("qwen3_5_text", False), ("gpt2", True)])
-def test_a_model_type_that_is_not_known_is_named(tmp_path: Path, model_type: str, named: bool) -> None:
+def test_a_model_type_that_is_not_known_is_named(
+    tmp_path: Path, model_type: str, named: bool
+) -> None:
     source = zoo.bf16(tmp_path / "m", model_type=model_type)
     notes = quantize.run("direct", source, tmp_path / "out").notes
-    assert any(repr(model_type) in note and "annie-quant eval" in note for note in notes) == named == bool(notes)
+    assert (
+        any(repr(model_type) in note and "annie-quant eval" in note for note in notes)
+        == named
+        == bool(notes)
+    )
 
 
 def test_a_pattern_that_matches_nothing_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attenti
 def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "strategies").mkdir()
     (tmp_path / "strategies/new.py").write_text(NEW_STRATEGY)
-    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path / "strategies")])
+    monkeypatch.setattr(
+        strategies, "__path__", [*strategies.__path__, str(tmp_path / "strategies")]
+    )
     return "new"
 
 
@@ -67,8 +69,14 @@ def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
 
 def test_an_option_takes_the_type_of_its_default_and_explains_itself() -> None:
     gptq, qad = strategies.find("gptq"), strategies.find("qad")
-    assert asdict(gptq.settings({"damping": "0.1"})) == {"damping": 0.1, "prompt": 0.1, "activations": "4"}
-    with pytest.raises(UsageError, match=r"damping=much: expected a value such as 0\.05") as refused:
+    assert asdict(gptq.settings({"damping": "0.1"})) == {
+        "damping": 0.1,
+        "prompt": 0.1,
+        "activations": "4",
+    }
+    with pytest.raises(
+        UsageError, match=r"damping=much: expected a value such as 0\.05"
+    ) as refused:
         gptq.settings({"damping": "much"})
     assert "diagonal" in refused.value.hint
     with pytest.raises(UsageError, match="gptq has no setting 'damp'") as refused:
@@ -81,9 +89,16 @@ def test_an_option_takes_the_type_of_its_default_and_explains_itself() -> None:
 
 def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     """The demo chooses strategies to show, its report their order, and the command line names three as examples."""
-    allowed = {"cli/pipeline/demo.py", "report/run.py", "cli/quantize.py", "nvfp4.py"}  # nvfp4.gptq is the algorithm
+    allowed = {
+        "cli/pipeline/demo.py",
+        "report/run.py",
+        "cli/quantize.py",
+        "nvfp4.py",
+    }  # nvfp4.gptq is the algorithm
     package = ROOT / "annie_quant"
-    names = [n for n in strategies.available() if n not in ("direct", "sensitivity", "best")]  # words
+    names = [
+        n for n in strategies.available() if n not in ("direct", "sensitivity", "best")
+    ]  # words
     uses = [
         f"{file.relative_to(package)}: {name}"
         for file in package.rglob("*.py")
@@ -95,7 +110,9 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, s in strategies.available().items() if s.cost.passes])
-def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tmp_path, monkeypatch):
+def test_missing_conversations_are_reported_before_libraries_are_loaded(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.setattr(runner, "need", lambda *_: pytest.fail("a library was loaded"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="needs conversations"):
@@ -105,7 +122,13 @@ def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tm
 
 def test_a_checkpoint_gets_every_small_file_of_its_source(tmp_path: Path) -> None:
     """tokenizer.model is SentencePiece's (Gemma, Llama 2), chat_template.json that of older processors."""
-    names = ["tokenizer.json", "tokenizer.model", "chat_template.json", "preprocessor_config.json", "LICENSE"]
+    names = [
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "LICENSE",
+    ]
     source, target = tmp_path / "source", tmp_path / "target"
     for folder in (source, target):
         folder.mkdir()

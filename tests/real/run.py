@@ -40,7 +40,9 @@ class Steps:
         self.record[name] = {"seconds": round(seconds, 1), "exit": code}
         self.file.write_text(json.dumps(self.record, indent=1) + "\n")
 
-    def command(self, name: str, *arguments: object, verdict: bool = False, report: str = "") -> None:
+    def command(
+        self, name: str, *arguments: object, verdict: bool = False, report: str = ""
+    ) -> None:
         """Run an annie-quant command once. verdict: exit code 1 is a result; report: file for its standard output."""
         if name in self.record:
             print(f"== {name}: done before ({self.record[name]['seconds']} s)", flush=True)
@@ -49,7 +51,9 @@ class Steps:
         print(f"== {name}: annie-quant {' '.join(words)}", flush=True)
         began = time.monotonic()
         command = [sys.executable, "-m", "annie_quant", *words]
-        done = subprocess.run(command, stdout=subprocess.PIPE if report else None, text=True, cwd=ROOT)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE if report else None, text=True, cwd=ROOT
+        )
         if done.returncode > int(verdict):
             raise SystemExit(
                 f"{name} ended with exit code {done.returncode}; after a fix, the same command continues here"
@@ -61,32 +65,48 @@ class Steps:
 
 def summary(folder: Path, steps: Steps) -> str:
     """Return the seconds of each step, the sizes and the verdicts."""
-    lines = [f"{name:10} {step['seconds']:8.1f} s   exit {step['exit']}" for name, step in steps.record.items()]
+    lines = [
+        f"{name:10} {step['seconds']:8.1f} s   exit {step['exit']}"
+        for name, step in steps.record.items()
+    ]
     total = sum(step["seconds"] for step in steps.record.values())
     lines.append(f"{'all':10} {total:8.1f} s")
     for name in ("model", "quantized"):
         size = sum(f.stat().st_size for f in (folder / name).glob("*.safetensors"))
         lines.append(f"{name}: {size / 1e6:.0f} MB")
-    audit, evaluation = (json.loads((folder / f"{name}.json").read_text()) for name in ("audit", "eval"))
-    lines.append(f"audit: {'sound' if audit['ok'] else 'not sound'}, {len(audit['findings'])} findings")
+    audit, evaluation = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("audit", "eval")
+    )
+    lines.append(
+        f"audit: {'sound' if audit['ok'] else 'not sound'}, {len(audit['findings'])} findings"
+    )
     lines.append(f"eval: {evaluation['verdict']['sentence']}")
     lines.append(f"report: {folder / 'bench' / 'report.html'}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=SOURCES)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "real")
     parser.add_argument("--strategy", default="naive")
     parser.add_argument("--rows", type=int, default=32, help="calibration conversations")
     parser.add_argument("--n", type=int, default=10, help="prompts per gate")
-    parser.add_argument("--numerics", default="w4a16", help="llama.cpp's arithmetic on a CPU is close to it")
+    parser.add_argument(
+        "--numerics", default="w4a16", help="llama.cpp's arithmetic on a CPU is close to it"
+    )
     parser.add_argument("--budget-s", type=float, default=120, help="of the benchmark")
     a = parser.parse_args()
     folder = a.output.resolve() / a.name
     folder.mkdir(parents=True, exist_ok=True)
-    steps, model, quantized, mine = Steps(folder), folder / "model", folder / "quantized", folder / "mine"
+    steps, model, quantized, mine = (
+        Steps(folder),
+        folder / "model",
+        folder / "quantized",
+        folder / "mine",
+    )
     if not (model / "config.json").exists():
         file = fetch(a.name, a.output.resolve())
         steps.command("model", "convert", file, "--to", "hf", "--output", model)
@@ -96,19 +116,53 @@ def main() -> None:
     (folder / "prompt.txt").write_text(annie.system_prompt)
     (folder / "tools.json").write_text(json.dumps([dict(t) for t in annie.tools]))
     steps.command(
-        "init", "init", "--prompt", folder / "prompt.txt", "--tools", folder / "tools.json", "--output", mine, "--force"
+        "init",
+        "init",
+        "--prompt",
+        folder / "prompt.txt",
+        "--tools",
+        folder / "tools.json",
+        "--output",
+        mine,
+        "--force",
     )
     rows = mine / "calibration.jsonl"
     options = ("--persona", mine, "--calib-data", rows, "--calib-samples", a.rows)
     steps.command(
-        "quantize", "quantize", "--strategy", a.strategy, "--model", model, *options, "--output", quantized, "--force"
+        "quantize",
+        "quantize",
+        "--strategy",
+        a.strategy,
+        "--model",
+        model,
+        *options,
+        "--output",
+        quantized,
+        "--force",
     )
-    steps.command("audit", "audit", quantized, "--source", model, "--json", verdict=True, report="audit.json")
+    steps.command(
+        "audit", "audit", quantized, "--source", model, "--json", verdict=True, report="audit.json"
+    )
     options = ("--persona", mine, "--n", a.n, "--numerics", a.numerics, "--json")
-    steps.command("eval", "eval", quantized, "--reference", model, *options, verdict=True, report="eval.json")
+    steps.command(
+        "eval", "eval", quantized, "--reference", model, *options, verdict=True, report="eval.json"
+    )
     files = {"nvfp4": folder / "nvfp4.gguf", "bf16": folder / "bf16.gguf"}
-    steps.command("gguf", "convert", quantized, "--to", "gguf", "--output", files["nvfp4"], "--force")
-    steps.command("gguf bf16", "convert", model, "--to", "gguf", "--type", "BF16", "--output", files["bf16"], "--force")
+    steps.command(
+        "gguf", "convert", quantized, "--to", "gguf", "--output", files["nvfp4"], "--force"
+    )
+    steps.command(
+        "gguf bf16",
+        "convert",
+        model,
+        "--to",
+        "gguf",
+        "--type",
+        "BF16",
+        "--output",
+        files["bf16"],
+        "--force",
+    )
     if "bench" not in steps.record:
         began, servers = time.monotonic(), []
         try:
@@ -119,9 +173,22 @@ def main() -> None:
                 for flag, n, s in zip("ab", files, servers, strict=True)
                 for word in (f"--backend-{flag}", n, s.url)
             ]
-            options = ("--persona", mine, "--n", a.n, "--runs", 1, "--warmup", 1, "--budget-s", a.budget_s)
+            options = (
+                "--persona",
+                mine,
+                "--n",
+                a.n,
+                "--runs",
+                1,
+                "--warmup",
+                1,
+                "--budget-s",
+                a.budget_s,
+            )
             sides += ["--candidate", "nvfp4", "--reference", "bf16"]
-            steps.command("bench", "bench", *sides, *options, "--output", folder / "bench", verdict=True)
+            steps.command(
+                "bench", "bench", *sides, *options, "--output", folder / "bench", verdict=True
+            )
         finally:
             for server in servers:
                 server.stop()

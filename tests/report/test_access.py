@@ -14,8 +14,10 @@ from annie_quant import report
 from annie_quant.report import trends
 
 # All of axe's rules; what axe cannot decide by itself ("incomplete") is not counted as a fault.
-RUN_AXE = "axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.map((v) => \
+RUN_AXE = (
+    "axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.map((v) => \
 [v.id, v.impact, v.nodes.length, v.nodes[0].html.slice(0, 160), v.nodes[0].failureSummary])))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,20 @@ def axe(pages: list[Path], spoil: str = "") -> list:
     async def visit(page):
         violations = []
         for index, path in enumerate(pages):
-            for dark in (False, True)[: 2 if index == 0 else 1]:  # both themes of the page that has everything
+            for dark in (False, True)[
+                : 2 if index == 0 else 1
+            ]:  # both themes of the page that has everything
                 await page.view(1200, dark)
                 await page.open(path.as_uri())
-                await page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+                await page.evaluate(
+                    "document.querySelectorAll('details').forEach((d) => { d.open = true; })"
+                )
                 if spoil:
                     await page.evaluate(spoil)
                 await page.evaluate(script.read_text(encoding="utf-8") + "; 0")
-                violations += [[path.name, dark, *v] for v in json.loads(await page.evaluate(RUN_AXE))]
+                violations += [
+                    [path.name, dark, *v] for v in json.loads(await page.evaluate(RUN_AXE))
+                ]
         return violations
 
     return chromium.browse(visit)
@@ -78,7 +86,9 @@ def test_axe_reports_a_fault(pages):
 
 
 def test_html5lib_parses_without_an_error(pages):
-    html5lib = pytest.importorskip("html5lib", reason="html5lib parses HTML as browsers do; not installed")
+    html5lib = pytest.importorskip(
+        "html5lib", reason="html5lib parses HTML as browsers do; not installed"
+    )
     for path in pages:
         parser = html5lib.HTMLParser(strict=False)
         parser.parse(path.read_text(encoding="utf-8"))

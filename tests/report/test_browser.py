@@ -14,9 +14,12 @@ from paths import ROOT
 from annie_quant import report
 
 pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason="no Chromium on the PATH (apt-get install chromium), so the page cannot be opened"
+    chromium.find() is None,
+    reason="no Chromium on the PATH (apt-get install chromium), so the page cannot be opened",
 )
-aiohttp = pytest.importorskip("aiohttp", reason="aiohttp speaks to Chromium's DevTools and is not installed")
+aiohttp = pytest.importorskip(
+    "aiohttp", reason="aiohttp speaks to Chromium's DevTools and is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,12 @@ def test_a_table_wider_than_a_phone_has_a_scroll_cue(folder):
         return results
 
     phone, wide = chromium.browse(visit)
-    assert phone["wider"] and phone["over"] and "Scroll sideways" in phone["cue"] and "gradient" in phone["shadow"]
+    assert (
+        phone["wider"]
+        and phone["over"]
+        and "Scroll sideways" in phone["cue"]
+        and "gradient" in phone["shadow"]
+    )
     assert wide["over"] == wide["wider"] and ("Scroll" in wide["cue"]) == wide["wider"]
 
 
@@ -116,7 +124,9 @@ def test_hostile_answers_do_nothing(folder):
         )
 
     title, scripts, display, messages = chromium.browse(visit)
-    assert title.startswith("Naive NVFP4") and scripts == 1 and display == "block" and messages == []
+    assert (
+        title.startswith("Naive NVFP4") and scripts == 1 and display == "block" and messages == []
+    )
 
 
 def test_the_policy_stops_a_script_that_got_in(folder, tmp_path):
@@ -124,7 +134,8 @@ def test_the_policy_stops_a_script_that_got_in(folder, tmp_path):
     html = (folder / "report.html").read_text(encoding="utf-8")
     (tmp_path / "bad.html").write_text(
         html.replace(
-            "<main>", "<main><script>document.title='owned'</script><img src='https://example.invalid/x.png'>"
+            "<main>",
+            "<main><script>document.title='owned'</script><img src='https://example.invalid/x.png'>",
         ),
         encoding="utf-8",
     )
@@ -150,7 +161,9 @@ def test_controls_work(folder):
         results["faulty"] = await run(
             "[...document.querySelectorAll('.prompt:not([hidden])')].every((p) => p.dataset.gates.includes(' tool_call '))"
         )
-        results["output"] = await run("document.querySelector('[data-for=answers] output').textContent")
+        results["output"] = await run(
+            "document.querySelector('[data-for=answers] output').textContent"
+        )
         await run("""(() => { const s = document.querySelector('[data-for=answers] input[type=search]'); s.value = 'no such words';
                   s.dispatchEvent(new Event('input', {bubbles: true})); })()""")
         results["none"] = await run("document.querySelectorAll('.prompt:not([hidden])').length")
@@ -159,7 +172,9 @@ def test_controls_work(folder):
         results["sorted"] = await run(
             "[...document.querySelector('#gates details').querySelectorAll('tbody tr')].map((r) => Number(r.cells[3].dataset.s))"
         )
-        results["aria"] = await run("document.querySelectorAll('#gates thead th')[3].getAttribute('aria-sort')")
+        results["aria"] = await run(
+            "document.querySelectorAll('#gates thead th')[3].getAttribute('aria-sort')"
+        )
         await run("document.querySelector('.tabs [data-group=itl_ms]').click()")
         results["tab"] = await run(
             "[...document.querySelectorAll('#fig-distributions .panel:not([hidden])')].every((p) => p.dataset.group === 'itl_ms')"
@@ -172,14 +187,23 @@ def test_controls_work(folder):
 
     results, messages = chromium.browse(visit)
     assert messages == []
-    assert results["before"] == 25 and results["more"] == 50 and results["faulty"] and results["none"] == 0
+    assert (
+        results["before"] == 25
+        and results["more"] == 50
+        and results["faulty"]
+        and results["none"] == 0
+    )
     assert results["output"].split()[0].isdigit() and int(results["output"].split()[0]) > 0
     assert (
         results["sorted"] == sorted(results["sorted"])
         and results["aria"] == "ascending"
         and len(results["sorted"]) > 50
     )
-    assert results["tab"] and results["light"] == "rgb(255, 255, 255)" and results["dark"] == "rgb(20, 24, 29)"
+    assert (
+        results["tab"]
+        and results["light"] == "rgb(255, 255, 255)"
+        and results["dark"] == "rgb(20, 24, 29)"
+    )
 
 
 def test_it_can_be_read_by_everyone(folder):
@@ -188,19 +212,25 @@ def test_it_can_be_read_by_everyone(folder):
         for dark in (False, True):
             await page.view(1200, dark)
             await page.open((folder / "report.html").as_uri())
-            await page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+            await page.evaluate(
+                "document.querySelectorAll('details').forEach((d) => { d.open = true; })"
+            )
             results[dark] = await page.evaluate(CONTRAST)
         await page.evaluate("document.querySelector('h1').style.color = '#555'")
         results["pale"] = await page.evaluate(CONTRAST)
         return results, await page.evaluate(OUTLINE)
 
     contrast, outline = chromium.browse(visit)
-    assert len(contrast.pop("pale")) == 1, "negative control: a grey heading on the dark ground is reported"
+    assert len(contrast.pop("pale")) == 1, (
+        "negative control: a grey heading on the dark ground is reported"
+    )
     assert contrast == {False: [], True: []}, "text below 4.5 : 1"
     levels = outline["levels"]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(b - a <= 1 for a, b in itertools.pairwise(levels)), "no heading level is skipped"
-    assert outline["unnamed"] == [] and all(outline[k] for k in ("captions", "pictures", "scopes", "ids"))
+    assert outline["unnamed"] == [] and all(
+        outline[k] for k in ("captions", "pictures", "scopes", "ids")
+    )
 
 
 def test_a_picture_for_the_readme(folder, tmp_path):

@@ -16,18 +16,28 @@ import annie_quant as aq
 from annie_quant.core.errors import UsageError
 from annie_quant.report import publishing
 
-hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub makes and checks the card's metadata")
+hub = pytest.importorskip(
+    "huggingface_hub", reason="huggingface_hub makes and checks the card's metadata"
+)
 TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
 BASE = "owner/tiny-annie"
 
 
 def conversations() -> list[dict]:
-    source = {"teacher": "offline", "model": "templates", "prompt_sha256": "ab" * 32, "persona_sha256": "cd" * 32}
+    source = {
+        "teacher": "offline",
+        "model": "templates",
+        "prompt_sha256": "ab" * 32,
+        "persona_sha256": "cd" * 32,
+    }
     return [
         {
             "id": f"row-{i}",
             "category": ("greeting", "factual", "tools")[i % 3],
-            "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
+            "messages": [
+                {"role": "user", "content": "Hi."},
+                {"role": "assistant", "content": "Hello."},
+            ],
             "provenance": source | {"time": f"2026-11-{10 + i % 5}T05:00:00+00:00"},
             "split": "gate" if i % 10 == 9 else "calibration",
         }
@@ -43,22 +53,35 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = report_fixture.make_run(tmp_path_factory.mktemp("card") / "run", n=25)
-    (folder / "calibration.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations()))
+    (folder / "calibration.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in conversations())
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def plan(run, checkpoint):
     return publishing.prepare(
-        run, "owner/Tiny-NVFP4", model="mlp_only", checkpoint=checkpoint, base_model=BASE, license="apache-2.0"
+        run,
+        "owner/Tiny-NVFP4",
+        model="mlp_only",
+        checkpoint=checkpoint,
+        base_model=BASE,
+        license="apache-2.0",
     )
 
 
 def test_metadata_hold_what_the_hub_searches_for(plan):
     data = hub.ModelCard(plan.card).data
-    assert data.base_model == BASE and data.base_model_relation == "quantized" and data.license == "apache-2.0"
+    assert (
+        data.base_model == BASE
+        and data.base_model_relation == "quantized"
+        and data.license == "apache-2.0"
+    )
     assert {"dgx-spark", "blackwell", "nvfp4", "qwen3.5"} <= set(data.tags)
-    assert data.quantization["format"] == "nvfp4" and data.quantization["algorithm"] == "W4A16_NVFP4"
+    assert (
+        data.quantization["format"] == "nvfp4" and data.quantization["algorithm"] == "W4A16_NVFP4"
+    )
     assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
     again = hub.ModelCardData(**hub.metadata_load(plan.folder / "README.md"))
     assert len(again.eval_results) == len(data.eval_results) > 10
@@ -80,7 +103,10 @@ def test_every_result_in_the_metadata_is_counted_again(plan, run):
             row = document["aggregates"]["offline"]["mlp_only"][numerics]["gates"][gate]
             assert (counts["passes"], counts["n"]) == (row["passes"], row["n"]), gate
         assert result.metric_value == pytest.approx(counts["passes"] / counts["n"], abs=1e-4)
-        assert counts["low"] <= result.metric_value + 1e-4 and result.metric_value <= counts["high"] + 1e-4
+        assert (
+            counts["low"] <= result.metric_value + 1e-4
+            and result.metric_value <= counts["high"] + 1e-4
+        )
     assert served >= 5
 
 
@@ -105,11 +131,17 @@ def prepared(run, checkpoint, folder, **record):
     """A card for a copy of the checkpoint whose own record (annie_quant.json) has `record` added; without `record` it has none."""
     copy = Path(shutil.copytree(checkpoint, folder / "model"))
     if record:
-        known = json.loads((copy / "annie_quant.json").read_text()) if (copy / "annie_quant.json").exists() else {}
+        known = (
+            json.loads((copy / "annie_quant.json").read_text())
+            if (copy / "annie_quant.json").exists()
+            else {}
+        )
         (copy / "annie_quant.json").write_text(json.dumps(known | record))
     else:
         (copy / "annie_quant.json").unlink(missing_ok=True)
-    return publishing.prepare(run, "owner/x", model="mlp_only", checkpoint=copy, base_model=BASE).card
+    return publishing.prepare(
+        run, "owner/x", model="mlp_only", checkpoint=copy, base_model=BASE
+    ).card
 
 
 def section(card: str) -> str:
@@ -162,18 +194,30 @@ def test_the_strategy_is_that_of_the_checkpoint_s_own_record(run, checkpoint, tm
 
 
 def test_the_recipe_that_held_out_conversations_chose_is_named(run, checkpoint, tmp_path):
-    figures = {"kl": 0.01, "decisions": 0.02, "kl_w4a16": 0.01, "decisions_w4a16": 0.02, "change": -0.1, "noise": 0.01}
+    figures = {
+        "kl": 0.01,
+        "decisions": 0.02,
+        "kl_w4a16": 0.01,
+        "decisions_w4a16": 0.02,
+        "change": -0.1,
+        "noise": 0.01,
+    }
     tried = [
-        {"name": n, "used": u, **figures} for n, u in (("gptq", True), ("AWQ folds", False), ("prompt tokens", True))
+        {"name": n, "used": u, **figures}
+        for n, u in (("gptq", True), ("AWQ folds", False), ("prompt tokens", True))
     ]
     held_out = {"conversations": 51, "tokens": 2000, "decisions": 612}
-    card = prepared(run, checkpoint, tmp_path / "best", strategy="best", held_out=held_out, ingredients=tried)
+    card = prepared(
+        run, checkpoint, tmp_path / "best", strategy="best", held_out=held_out, ingredients=tried
+    )
     line = "recipe gptq + prompt tokens, compared on 51 held-out conversations (612 tokens that decide); refused: AWQ folds"
     assert line in card
 
 
 def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
-    card = publishing.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
+    card = publishing.prepare(
+        run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE
+    ).card
     audit = aq.checkpoint.audit(TINY)
     for runtime in ("vLLM", "SGLang"):
         loads = any(x.startswith(f"{runtime}: yes") for x in audit.summary.loads)
@@ -201,7 +245,12 @@ def test_limits_name_what_failed_and_what_is_unknown(run, checkpoint):
     ],
 )
 def test_what_the_hub_would_refuse_is_refused_here(run, checkpoint, change, words):
-    options = {"repo_id": "owner/x", "model": "mlp_only", "checkpoint": checkpoint, "base_model": BASE} | change
+    options = {
+        "repo_id": "owner/x",
+        "model": "mlp_only",
+        "checkpoint": checkpoint,
+        "base_model": BASE,
+    } | change
     with pytest.raises(UsageError, match=words):
         publishing.prepare(run, **options)
 
@@ -210,7 +259,15 @@ def test_hostile_names_stay_inert(run, checkpoint, tmp_path):
     bad = tmp_path / "run"
     shutil.copytree(run, bad, ignore=shutil.ignore_patterns("publish"))
     document = json.loads((bad / "run.json").read_text())
-    document["verdict"]["caveats"] = ["---\ntags: [evil]\n---\n# <script>alert(1)</script> [x](javascript:y)"]
+    document["verdict"]["caveats"] = [
+        "---\ntags: [evil]\n---\n# <script>alert(1)</script> [x](javascript:y)"
+    ]
     (bad / "run.json").write_text(json.dumps(document))
-    card = publishing.prepare(bad, "owner/x", model="mlp_only", checkpoint=checkpoint, base_model=BASE).card
-    assert "<script>" not in card and "evil" not in hub.ModelCard(card).data.tags and "\n# \\<script" not in card
+    card = publishing.prepare(
+        bad, "owner/x", model="mlp_only", checkpoint=checkpoint, base_model=BASE
+    ).card
+    assert (
+        "<script>" not in card
+        and "evil" not in hub.ModelCard(card).data.tags
+        and "\n# \\<script" not in card
+    )

@@ -24,7 +24,9 @@ GOOD = {"passes": 120, "n": 120, "low": 0.969, "high": 1.0, "threshold": 0.6, "v
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = report_fixture.make_run(tmp_path_factory.mktemp("comparison") / "run", n=8, hostile=False)
+    folder = report_fixture.make_run(
+        tmp_path_factory.mktemp("comparison") / "run", n=8, hostile=False
+    )
     return folder, json.loads((folder / "run.json").read_text())
 
 
@@ -69,7 +71,12 @@ def candidate(document, metric="ttft_content_ms", change=-4.0, significant=True,
         "high": 0.1,
         "significant": False,
     }
-    change_row = row | {"metric": metric, "median_difference": change, "low": change - 1, "high": change + 1}
+    change_row = row | {
+        "metric": metric,
+        "median_difference": change,
+        "low": change - 1,
+        "high": change + 1,
+    }
     aggregates["comparisons"] = [change_row | {"significant": significant}]
     if metric != "ttft_content_ms":
         aggregates["comparisons"].append(quiet)
@@ -86,7 +93,9 @@ def test_a_candidate_that_fails_a_gate_is_not_recommended(whole, tmp_path):
 
 def test_a_significant_gain_without_a_loss_is_recommended(whole, tmp_path):
     result = advised(whole, tmp_path, candidate)
-    assert result.action == "switch" and any("content TTFT -4 of 40 ms, 30 prompts" in r for r in result.reasons)
+    assert result.action == "switch" and any(
+        "content TTFT -4 of 40 ms, 30 prompts" in r for r in result.reasons
+    )
 
 
 def test_decode_speed_alone_is_not_a_reason(whole, tmp_path):
@@ -116,7 +125,9 @@ def test_later_answers_keep_the_incumbent(whole, tmp_path):
 def test_an_undecided_gate_waits(whole, tmp_path):
     def open_(document):
         candidate(document)
-        document["aggregates"]["offline"]["mlp_only"]["w4a4"]["gates"]["tool_call"]["verdict"] = "undecided"
+        document["aggregates"]["offline"]["mlp_only"]["w4a4"]["gates"]["tool_call"]["verdict"] = (
+            "undecided"
+        )
 
     result = advised(whole, tmp_path, open_)
     assert result.action == "wait" and "W4A4" in result.sentence
@@ -130,7 +141,9 @@ def test_over_the_budget_cannot_replace(whole, tmp_path):
     run = load(write(whole, tmp_path, huge))
     assert comparison.recommendation(run).action == "stay"
     rows = dict(comparison.memory_budget(run).rows)
-    assert [rows[k][2].text for k in rows] == ["✓ yes", "✗ no", "✗ no"] and list(rows)[-1] == "both, while switching"
+    assert [rows[k][2].text for k in rows] == ["✓ yes", "✗ no", "✗ no"] and list(rows)[
+        -1
+    ] == "both, while switching"
 
 
 def test_the_change_of_operation_is_named(whole, tmp_path):
@@ -140,9 +153,17 @@ def test_the_change_of_operation_is_named(whole, tmp_path):
 
     run = load(write(whole, tmp_path, other_server))
     text = " ".join(comparison.operation_changes(run))
-    assert "llama.cpp → vllm" in text and "container" in text and "--runtime vllm" in text and "way back" in text
+    assert (
+        "llama.cpp → vllm" in text
+        and "container" in text
+        and "--runtime vllm" in text
+        and "way back" in text
+    )
     cells = dict(comparison.dimensions(run).rows)
-    assert [c.text for c in cells["deployment"]] == ["one binary and one GGUF file", "vLLM from its container image"]
+    assert [c.text for c in cells["deployment"]] == [
+        "one binary and one GGUF file",
+        "vLLM from its container image",
+    ]
     assert cells["acceleration"][1].text == "FP4 tensor cores on Blackwell"
 
 
@@ -168,7 +189,10 @@ def test_caches_by_hand(tmp_path):
     keys = 8 * 2 * 4 * 256 * 2  # layers, keys and values, heads, dimension, bytes
     states = 24 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
     assert caches.stored(32768) == 32768 * keys + states and 1.0e9 < caches.stored(32768) < 1.2e9
-    assert caches.at(4096) == 4096 * keys and caches_of(AttentionShape(**QWEN), element=1).at(1) == keys // 2
+    assert (
+        caches.at(4096) == 4096 * keys
+        and caches_of(AttentionShape(**QWEN), element=1).at(1) == keys // 2
+    )
     assert caches_of(AttentionShape()).stored(32768) == 0
     (tmp_path / "config.json").write_text(json.dumps({"text_config": QWEN | {"head_dim": "x"}}))
     assert caches_of(salvage_or_default(AttentionShape, tmp_path / "config.json")).position == 0
@@ -188,15 +212,24 @@ def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):
 def test_the_tree_has_the_order_of_the_run_and_names_failed_gates(whole, tmp_path):
     steps = comparison.decision_tree(load(write(whole, tmp_path, candidate)))
     assert [s.text.split(":")[0] for s in steps] == ["NVFP4 naive", "NVFP4 mlp_only"]
-    assert steps[0].verdict == "fail" and steps[1].verdict == "pass" and steps[1].text.endswith("the candidate")
+    assert (
+        steps[0].verdict == "fail"
+        and steps[1].verdict == "pass"
+        and steps[1].text.endswith("the candidate")
+    )
     w4a4 = next(s for s in steps[0].children if "W4A4" in s.text)
     assert w4a4.verdict == "fail" and "50/120" in w4a4.text
 
 
 def test_the_tree_has_the_order_of_a_search(whole, tmp_path):
     folder = write(whole, tmp_path, candidate)
-    (folder / "search.json").write_text(json.dumps({"strategies": [{"strategy": "mlp_only"}, {"strategy": "naive"}]}))
-    assert [s.text.split(":")[0] for s in comparison.decision_tree(load(folder))] == ["NVFP4 mlp_only", "NVFP4 naive"]
+    (folder / "search.json").write_text(
+        json.dumps({"strategies": [{"strategy": "mlp_only"}, {"strategy": "naive"}]})
+    )
+    assert [s.text.split(":")[0] for s in comparison.decision_tree(load(folder))] == [
+        "NVFP4 mlp_only",
+        "NVFP4 naive",
+    ]
 
 
 def test_without_servers_nothing_is_recommended(whole, tmp_path):
@@ -205,8 +238,14 @@ def test_without_servers_nothing_is_recommended(whole, tmp_path):
 
     folder = write(whole, tmp_path, bare, records=False)
     files = compose(folder)
-    assert "nothing to compare yet" in files["comparison.md"] and "## Recommendation" not in files["comparison.md"]
-    assert 'id="recommendation"' not in files["report.html"] and 'id="decisions"' in files["report.html"]
+    assert (
+        "nothing to compare yet" in files["comparison.md"]
+        and "## Recommendation" not in files["comparison.md"]
+    )
+    assert (
+        'id="recommendation"' not in files["report.html"]
+        and 'id="decisions"' in files["report.html"]
+    )
 
 
 def test_document_and_page_agree(whole, tmp_path):
@@ -214,5 +253,7 @@ def test_document_and_page_agree(whole, tmp_path):
     files, result = compose(run), comparison.recommendation(load(run))
     for text in (files["comparison.md"].replace("\\", ""), files["report.html"]):
         assert (
-            result.sentence in text and "both, while switching" in text and "passes every gate, the candidate" in text
+            result.sentence in text
+            and "both, while switching" in text
+            and "passes every gate, the candidate" in text
         )

@@ -32,7 +32,8 @@ def steering(text: str) -> list[str]:
         ch
         for ch in text
         if (unicodedata.category(ch) in ("Cc", "Cs") and ch not in "\n\t")
-        or unicodedata.bidirectional(ch) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+        or unicodedata.bidirectional(ch)
+        in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     ]
 
 
@@ -52,10 +53,20 @@ def test_hostile_answers_are_text(folder):
 
 def test_links_lead_nowhere_outside(folder):
     page = report_page.Read((folder / "report.html").read_text(encoding="utf-8"))
-    addresses = [v for _, k, v in page.attributes if k in ("href", "src", "action", "data", "xlink:href", "poster")]
+    addresses = [
+        v
+        for _, k, v in page.attributes
+        if k in ("href", "src", "action", "data", "xlink:href", "poster")
+    ]
     assert addresses and all(a.startswith(("#", "data:")) for a in addresses)
-    policy = next(v for t, k, v in page.attributes if t == "meta" and k == "content" and "default-src" in v)
-    assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "unsafe-inline'; script" not in policy
+    policy = next(
+        v for t, k, v in page.attributes if t == "meta" and k == "content" and "default-src" in v
+    )
+    assert (
+        "default-src 'none'" in policy
+        and "script-src 'sha256-" in policy
+        and "unsafe-inline'; script" not in policy
+    )
 
 
 def test_a_megabyte_is_cut_with_a_note(folder):
@@ -96,7 +107,9 @@ def test_marking_never_changes_the_text(words, failed):
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 PATHS = [
@@ -132,7 +145,11 @@ PATHS = [
 
 
 @given(st.sampled_from(PATHS), JUNK)
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_a_field_of_another_type_never_stops_the_report(folder, tmp_path, path, junk):
     document = json.loads((folder / "run.json").read_text())
     place = document
@@ -183,9 +200,15 @@ def test_a_speed_limit_of_an_unknown_metric_is_refused(folder, tmp_path):
         max_size=4,
     )
 )
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_records_of_another_type_never_stop_the_report(folder, tmp_path, rows):
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"torn": ')
+    (tmp_path / "records.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows) + '{"torn": '
+    )
     html = report.compose(tmp_path)["report.html"]
     assert "could not be read" in html

@@ -25,7 +25,11 @@ def test_a_run_of_an_older_version_shows_its_verdict_with_a_note(version, tmp_pa
     folder = shutil.copytree(DATA / "runs" / version, tmp_path / "run")
     stored = json.loads((folder / "run.json").read_text())["verdict"]
     shown = load(folder).verdict
-    assert (shown.sentence, shown.candidate, shown.passed) == (stored["sentence"], stored["candidate"], True)
+    assert (shown.sentence, shown.candidate, shown.passed) == (
+        stored["sentence"],
+        stored["candidate"],
+        True,
+    )
     assert shown.caveats == [
         *stored["caveats"],
         "the verdict was made by an older rule; today's rule: annie-quant report DIR --judge",
@@ -35,7 +39,10 @@ def test_a_run_of_an_older_version_shows_its_verdict_with_a_note(version, tmp_pa
     done = CliRunner().invoke(cli, ["report", str(folder), "--judge"])
     assert done.exit_code == 0, done.output
     run = documents.decode(documents.Run, folder / "run.json")
-    assert run.verdict.rule == decision.RULE and (run.verdict.candidate, run.verdict.incumbent) == ("a", "b")
+    assert run.verdict.rule == decision.RULE and (run.verdict.candidate, run.verdict.incumbent) == (
+        "a",
+        "b",
+    )
     assert run.aggregates.roles == documents.Roles(candidate="a", incumbent="b")
     assert not any("older rule" in caveat for caveat in load(folder).verdict.caveats)
 
@@ -55,11 +62,18 @@ def test_loading_a_report_changes_no_verdict(tmp_path):
 def run(tmp_path_factory):
     """Three sides: bf16 and q4 answer rightly, the candidate loses half of the facts."""
     folder = tmp_path_factory.mktemp("roles") / "run"
-    cases = [{"id": f"f{i}", "messages": ask(f"Capital {i}?"), "expect": {"contains": ["Tokyo"]}} for i in range(60)]
+    cases = [
+        {"id": f"f{i}", "messages": ask(f"Capital {i}?"), "expect": {"contains": ["Tokyo"]}}
+        for i in range(60)
+    ]
     facts = workload("factual", cases, gates=list(FACTS.gates))
 
     def half(body):
-        number = int(body["messages"][-1]["content"].split()[-1].rstrip("?")) if "Capital" in str(body) else 1
+        number = (
+            int(body["messages"][-1]["content"].split()[-1].rstrip("?"))
+            if "Capital" in str(body)
+            else 1
+        )
         return words("It is Tokyo." if number % 2 else "It is Rome.")
 
     def right(body):
@@ -67,16 +81,33 @@ def run(tmp_path_factory):
 
     with FakeServer(half) as a, FakeServer(right) as b, FakeServer(right) as c:
         sides = [bench.Backend(name, server.url) for name, server in (("x", a), ("y", b), ("z", c))]
-        bench.run(sides, [facts], folder, warmup=0, runs=1, with_memory=False, reference="y", candidate="x")
+        bench.run(
+            sides,
+            [facts],
+            folder,
+            warmup=0,
+            runs=1,
+            with_memory=False,
+            reference="y",
+            candidate="x",
+        )
     return folder
 
 
 def test_the_same_answers_with_other_roles(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     bench_verdict = documents.read_bench(folder).verdict
-    assert (bench_verdict.candidate, bench_verdict.incumbent, bench_verdict.outcome) == ("x", "z", "loses")
+    assert (bench_verdict.candidate, bench_verdict.incumbent, bench_verdict.outcome) == (
+        "x",
+        "z",
+        "loses",
+    )
     judged = recheck.judge_again(folder, documents.Roles(candidate="z", reference="y"))
-    assert (judged.verdict.candidate, judged.verdict.incumbent, judged.verdict.outcome) == ("z", "x", "keeps")
+    assert (judged.verdict.candidate, judged.verdict.incumbent, judged.verdict.outcome) == (
+        "z",
+        "x",
+        "keeps",
+    )
     assert documents.read_bench(folder).verdict == bench_verdict, "nothing is written"
     against = recheck.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
     assert against.aggregates.served["y"].paired["factual"].won == 30
@@ -94,7 +125,10 @@ def test_absolute_requirements_stay_where_nothing_was_paired(tmp_path):
     (folder / "run.json").write_text(json.dumps(document))
     stored, judged = load(folder).aggregates, recheck.judge_again(folder).aggregates
     verdicts = [
-        sorted((gate.where, gate.title, gate.result.verdict) for gate in decision.deciding_gates(run, "naive"))
+        sorted(
+            (gate.where, gate.title, gate.result.verdict)
+            for gate in decision.deciding_gates(run, "naive")
+        )
         for run in (stored, judged)
     ]
     assert verdicts[0] == verdicts[1]
@@ -114,7 +148,9 @@ def test_an_edited_verdict_is_an_objection(run, tmp_path):
     (folder / "bench.json").write_text(json.dumps(document))
     after = publishing.objections(load(folder), "x")
     assert after[0] == before[0], "counted again"
-    assert after[1].startswith("the run's verdict does not hold: keeps (x keeps every gate.) is stored, loses (x loses")
+    assert after[1].startswith(
+        "the run's verdict does not hold: keeps (x keeps every gate.) is stored, loses (x loses"
+    )
 
 
 def test_a_confounded_run_is_not_published(tmp_path):
@@ -126,7 +162,16 @@ def test_a_confounded_run_is_not_published(tmp_path):
 
     with FakeServer(lambda body: words("Blorp.")) as a, FakeServer(other) as b:
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
-        bench.run(sides, [talk], tmp_path, warmup=0, runs=1, with_memory=False, reference="b", candidate="a")
+        bench.run(
+            sides,
+            [talk],
+            tmp_path,
+            warmup=0,
+            runs=1,
+            with_memory=False,
+            reference="b",
+            candidate="a",
+        )
     lines = publishing.objections(load(tmp_path), "a")
     assert lines == ["CONFOUNDED: constant answers, different answers"]
 
@@ -146,7 +191,10 @@ def test_a_role_of_a_report_that_names_no_side(run, tmp_path):
 
 
 def test_a_run_of_failed_requests_fails_the_plug_in(tmp_path):
-    with FakeServer(lambda body: Script(status=500, error="no")) as a, FakeServer(lambda body: words("Tokyo")) as b:
+    with (
+        FakeServer(lambda body: Script(status=500, error="no")) as a,
+        FakeServer(lambda body: words("Tokyo")) as b,
+    ):
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
         bench.run(sides, [FACTS], tmp_path, warmup=0, runs=1, with_memory=False, reference="b")
     with pytest.raises(AssertionError, match="requests failed"):

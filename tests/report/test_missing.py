@@ -113,7 +113,9 @@ def test_memory_and_kl_missing(whole, tmp_path):
         return document
 
     _, text = variant(whole, tmp_path, change)
-    assert "Memory of the servers was not measured" in text and "No KL divergence was measured" in text
+    assert (
+        "Memory of the servers was not measured" in text and "No KL divergence was measured" in text
+    )
 
 
 def test_without_records_the_tables_stay(whole, tmp_path):
@@ -128,7 +130,11 @@ def test_records_alone_give_rates_and_percentiles(whole, tmp_path):
     files, text = variant(whole, tmp_path, lambda d: None)
     shown = {k: first for k, first, _ in report_page.Read(files["report.html"]).shown}
     rows = [json.loads(line) for line in (whole / "records.jsonl").open()]
-    checks = [r["checks"]["tool_call"] for r in rows if r["backend"] == "q4_k_m" and "tool_call" in r["checks"]]
+    checks = [
+        r["checks"]["tool_call"]
+        for r in rows
+        if r["backend"] == "q4_k_m" and "tool_call" in r["checks"]
+    ]
     assert shown["gate|served/q4_k_m|tool_call"].startswith(f"{sum(checks)}/{len(checks)}")
     assert "No verdict has been reached" in text and "annie-quant demo" in text
 
@@ -137,8 +143,12 @@ def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
     side = json.loads((whole / "run.json").read_text())["aggregates"]["offline"]
     (tmp_path / "eval").mkdir()
     evaluation = {"numerics": side["naive"], "reference_gates": side["bf16"]["bf16"]["gates"]}
-    (tmp_path / "eval" / "naive.json").write_text(json.dumps(evaluation))  # what of a damaged file still fits
-    shown = {k: first for k, first, _ in report_page.Read(report.compose(tmp_path)["report.html"]).shown}
+    (tmp_path / "eval" / "naive.json").write_text(
+        json.dumps(evaluation)
+    )  # what of a damaged file still fits
+    shown = {
+        k: first for k, first, _ in report_page.Read(report.compose(tmp_path)["report.html"]).shown
+    }
     assert shown["gate|offline/naive/w4a4|tool_call"].startswith("50/120")
     assert shown["gate|offline/bf16/bf16|tool_call"].startswith("120/120")
 
@@ -151,18 +161,28 @@ def test_impossible_times_are_a_caveat(whole, tmp_path):
         row["server_timings"] = {"prompt_ms": 2.0, "predicted_ms": row["e2e_ms"] / share - 2.0}
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text = report.compose(tmp_path)["report.md"]
-    assert text.count("requests ended, by the client's clock") == 1 and f"- 0 of {len(rows)}" not in text
-    early = sum(not r["warmup"] and r["server_timings"]["predicted_ms"] + 2 > r["e2e_ms"] * 1.25 for r in rows)
+    assert (
+        text.count("requests ended, by the client's clock") == 1
+        and f"- 0 of {len(rows)}" not in text
+    )
+    early = sum(
+        not r["warmup"] and r["server_timings"]["predicted_ms"] + 2 > r["e2e_ms"] * 1.25
+        for r in rows
+    )
     assert f"- {early} of {len(rows) - 4} requests" in text and early == 3
 
 
 def test_unreadable_lines_are_counted_and_named(whole, tmp_path):
-    (tmp_path / "records.jsonl").write_bytes((whole / "records.jsonl").read_bytes()[:-40] + b"\nnot json\n[1]\n")
+    (tmp_path / "records.jsonl").write_bytes(
+        (whole / "records.jsonl").read_bytes()[:-40] + b"\nnot json\n[1]\n"
+    )
     files = report.compose(tmp_path)
     n = (whole / "records.jsonl").read_bytes().count(b"\n")
     for text in (files["report.md"], files["report.html"]):
         assert "3 lines of records.jsonl could not be read" in text
-        assert all(f"line {number}: " in text for number in (n, n + 1, n + 2)), "one message per line"
+        assert all(f"line {number}: " in text for number in (n, n + 1, n + 2)), (
+            "one message per line"
+        )
 
 
 def test_a_folder_without_a_run_is_one_clear_line(tmp_path):

@@ -56,7 +56,11 @@ def recount(run, key: str) -> float | tuple[int, int]:
         if where == "offline":
             row = document["aggregates"]["offline"][name][numerics[0]]["gates"][gate]
             return row["passes"], row["n"]
-        checks = [r["checks"][gate] for r in run["records"] if r["backend"] == name and gate in r["checks"]]
+        checks = [
+            r["checks"][gate]
+            for r in run["records"]
+            if r["backend"] == name and gate in r["checks"]
+        ]
         return sum(checks), len(checks)
     if kind == "rate":
         passes, n = recount(run, "gate|" + "|".join(rest))
@@ -65,7 +69,12 @@ def recount(run, key: str) -> float | tuple[int, int]:
         name, workload, metric, stat = (
             (rest[0].split("/")[1], *rest[1:])
             if kind == "metric"
-            else (rest[0].split("/")[1], None, {"ttft": "ttft_content_ms", "decode": "decode_tok_s"}[rest[1]], "p50")
+            else (
+                rest[0].split("/")[1],
+                None,
+                {"ttft": "ttft_content_ms", "decode": "decode_tok_s"}[rest[1]],
+                "p50",
+            )
         )
         values = []
         for r in run["records"]:
@@ -82,12 +91,18 @@ def recount(run, key: str) -> float | tuple[int, int]:
         return model["size_bytes" if kind == "size" else "bits_per_weight"]
     if kind == "memory":
         levels = document["aggregates"]["served"][rest[0].split("/")[1]]["memory_bytes"]
-        return levels[rest[1]] if rest[1] in levels else max(levels[k] for k in ("idle", "one", "five"))
+        return (
+            levels[rest[1]]
+            if rest[1] in levels
+            else max(levels[k] for k in ("idle", "one", "five"))
+        )
     if kind in ("kl", "perplexity"):
         _, name, numerics = rest[0].split("/")
         side = document["aggregates"]["offline"][name][numerics]
         return (
-            side["perplexity"] if kind == "perplexity" else side["kl"][rest[1]] * (100 if rest[1] == "same_top" else 1)
+            side["perplexity"]
+            if kind == "perplexity"
+            else side["kl"][rest[1]] * (100 if rest[1] == "same_top" else 1)
         )
     if kind == "cmp":
         row = document["aggregates"]["comparisons"][int(rest[0])]
@@ -96,7 +111,13 @@ def recount(run, key: str) -> float | tuple[int, int]:
             own = row["workload"] in (r["workload"], "all")
             if own and not r["error"] and r[FIELD[row["metric"]]] is not None:
                 by_case[r["case"], r["turn"]][r["backend"]] = r[FIELD[row["metric"]]]
-        pairs = np.array([(s[row["a"]], s[row["b"]]) for s in by_case.values() if {row["a"], row["b"]} <= s.keys()])
+        pairs = np.array(
+            [
+                (s[row["a"]], s[row["b"]])
+                for s in by_case.values()
+                if {row["a"], row["b"]} <= s.keys()
+            ]
+        )
         return {
             "n_prompts": len(pairs),
             "median_a": np.median(pairs[:, 0]),
@@ -116,7 +137,10 @@ def test_every_shown_figure_equals_its_recount(run):
         kinds[kind] += 1
         expected = recount(run, key)
         if kind == "gate":
-            if re.match(r"(\d+)/(\d+)", first.replace("\u202f", "")).groups() != (str(expected[0]), str(expected[1])):
+            if re.match(r"(\d+)/(\d+)", first.replace("\u202f", "")).groups() != (
+                str(expected[0]),
+                str(expected[1]),
+            ):
                 wrong.append((key, first, expected))
             continue
         unit = SCALE.get(first.split()[-1], 1.0) if kind in ("size", "memory") else 1.0
@@ -124,7 +148,9 @@ def test_every_shown_figure_equals_its_recount(run):
         if abs(value * unit - expected) > slack * unit:
             wrong.append((key, first, expected))
     assert not wrong, wrong[:10]
-    assert kinds["gate"] > 150 and kinds["metric"] > 400 and kinds["cmp"] == 200 and kinds["kl"] == 24, dict(kinds)
+    assert (
+        kinds["gate"] > 150 and kinds["metric"] > 400 and kinds["cmp"] == 200 and kinds["kl"] == 24
+    ), dict(kinds)
 
 
 def test_the_shown_answers_are_those_of_the_records(run):
@@ -132,16 +158,27 @@ def test_the_shown_answers_are_those_of_the_records(run):
     from annie_quant.report import pages
     from annie_quant.report.run import load
 
-    by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
+    by_key = {
+        (r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r
+        for r in run["records"]
+    }
     browser = pages.collect(load(run["folder"]))
     assert len(browser.prompts) == 240 and browser.total == 25 * 12
-    failed = {(r["workload"], r["case"], r["turn"]) for r in run["records"] if not all(r["checks"].values())}
-    assert browser.faulty == len(failed) == sum(bool(p.gates) for p in browser.prompts), "every fault is shown"
+    failed = {
+        (r["workload"], r["case"], r["turn"])
+        for r in run["records"]
+        if not all(r["checks"].values())
+    }
+    assert browser.faulty == len(failed) == sum(bool(p.gates) for p in browser.prompts), (
+        "every fault is shown"
+    )
     repeated = 0
     for prompt in browser.prompts:
         for shown in prompt.answers:
             record = by_key[prompt.workload, prompt.case, prompt.turn, shown.record.backend]
-            assert "".join(piece for piece, _ in shown.pieces).startswith(visible(record["text"][:800]))
+            assert "".join(piece for piece, _ in shown.pieces).startswith(
+                visible(record["text"][:800])
+            )
             assert shown.record.tokens.completion_tokens == record["completion_tokens"]
             assert shown.record.timings.first_content_ms == record["first_content_ms"]
             assert len(shown.faults) == sum(not ok for ok in record["checks"].values())
@@ -158,11 +195,15 @@ def test_the_checklist_agrees_with_the_records(run):
     lines = [line for line in text.splitlines() if line.startswith("- [")]
     own = [r for r in run["records"] if r["backend"] == "naive"]
     calls = [r["checks"]["tool_call"] for r in own if "tool_call" in r["checks"]]
-    assert f"- [x] speaks the OpenAI API ({len(own)} of {len(own)} chat completions succeeded)" in lines
+    assert (
+        f"- [x] speaks the OpenAI API ({len(own)} of {len(own)} chat completions succeeded)"
+        in lines
+    )
     assert f"- [x] calls tools ({sum(calls)} of {len(calls)}, served)" in lines
     assert any("answers no later (content TTFT -" in line for line in lines)
     assert any(
-        line.startswith("- [ ] **no:** answers no worse (loses no markdown on the same prompts") for line in lines
+        line.startswith("- [ ] **no:** answers no worse (loses no markdown on the same prompts")
+        for line in lines
     )
     assert any("start script" in line and "open:" in line for line in lines)
 
@@ -171,7 +212,9 @@ def test_a_changed_number_would_be_caught(run, tmp_path):
     """Negative control: both the page's check and this test's find a figure that was edited in run.json."""
     changed = json.loads((run["folder"] / "run.json").read_text())
     changed["aggregates"]["served"]["naive"]["gates"]["tool_call"]["passes"] += 1
-    changed["aggregates"]["served"]["bf16"]["workloads"]["greeting"]["ttft_content_ms"]["p50"] *= 1.05
+    changed["aggregates"]["served"]["bf16"]["workloads"]["greeting"]["ttft_content_ms"]["p50"] *= (
+        1.05
+    )
     for name in ("records.jsonl", "inputs.json"):
         (tmp_path / name).write_bytes((run["folder"] / name).read_bytes())
     (tmp_path / "run.json").write_text(json.dumps(changed))
@@ -198,16 +241,26 @@ def test_a_real_benchmark_and_its_report_agree(tmp_path):
     from annie_quant.judge.library import build_workload
 
     workloads = [
-        build_workload({"name": name, "max_tokens": 50, "gates": ["non_empty", "no_markdown"], "cases": cases})
+        build_workload(
+            {"name": name, "max_tokens": 50, "gates": ["non_empty", "no_markdown"], "cases": cases}
+        )
         for name, cases in (
-            ("factual", [{"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]} for i in range(4)]),
+            (
+                "factual",
+                [
+                    {"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]}
+                    for i in range(4)
+                ],
+            ),
             ("multi_turn", [{"id": "t", "turns": ["one", "two", "three"]}]),
         )
     ]
 
     def sometimes_bold(body):
         return words(
-            "**Tokyo** it is." if "2" in body["messages"][-1]["content"] else "It is Tokyo.", first_s=0.02, gap_s=0.002
+            "**Tokyo** it is." if "2" in body["messages"][-1]["content"] else "It is Tokyo.",
+            first_s=0.02,
+            gap_s=0.002,
         )
 
     with (
@@ -244,12 +297,17 @@ def test_results_csv_holds_the_same_figures(run):
     assert len(gates) > 30
     for r in gates:
         passes, n = recount(run, f"gate|served/{r['where']}|{r['metric'][5:]}")
-        assert (int(r["passes"]), int(r["n"])) == (passes, n) and float(r["mean"]) == pytest.approx(passes / n)
+        assert (int(r["passes"]), int(r["n"])) == (passes, n) and float(r["mean"]) == pytest.approx(
+            passes / n
+        )
     for r in rows:
         if r["metric"] in FIELD:
             for stat in ("p50", "p99"):
                 assert float(r[stat]) == pytest.approx(
-                    recount(run, f"metric|served/{r['where']}|{r['workload']}|{r['metric']}|{stat}"), rel=1e-6
+                    recount(
+                        run, f"metric|served/{r['where']}|{r['workload']}|{r['metric']}|{stat}"
+                    ),
+                    rel=1e-6,
                 )
 
 
@@ -286,7 +344,9 @@ def test_plots_are_files_of_their_own(run):
     import xml.etree.ElementTree as tree
 
     drawn = sorted((run["folder"] / "plots").glob("*.svg"))
-    assert {"gates-tool-call.svg", "pareto.svg", "turns.svg", "streams.svg"} <= {p.name for p in drawn}
+    assert {"gates-tool-call.svg", "pareto.svg", "turns.svg", "streams.svg"} <= {
+        p.name for p in drawn
+    }
     for path in drawn:
         root = tree.parse(path).getroot()
         assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text
@@ -307,7 +367,9 @@ def test_thousands_of_records_give_a_page_of_limited_size(tmp_path, monkeypatch)
 
     calls = []
     convert = run_module.documents.salvage_record
-    monkeypatch.setattr(run_module.documents, "salvage_record", lambda *args: calls.append(1) or convert(*args))
+    monkeypatch.setattr(
+        run_module.documents, "salvage_record", lambda *args: calls.append(1) or convert(*args)
+    )
     folder = report_fixture.make_run(tmp_path / "large", n=60)
     lines = (folder / "records.jsonl").read_bytes().count(b"\n")
     assert lines >= 2_500
@@ -332,10 +394,15 @@ def test_verify_counts_again(run, tmp_path):
         report.verify(tmp_path)
     (tmp_path / "records.jsonl").write_bytes((run["folder"] / "records.jsonl").read_bytes())
     (difference,) = report.verify(tmp_path).differences
-    assert difference.figure == "naive: tool_call, passes" and difference.reported == difference.counted + 1
+    assert (
+        difference.figure == "naive: tool_call, passes"
+        and difference.reported == difference.counted + 1
+    )
     for folder, code in ((run["folder"], 0), (tmp_path, 1)):
         result = CliRunner().invoke(cli, ["report", str(folder), "--verify"])
-        assert result.exit_code == code and ("naive: tool_call, passes: " in result.output) == bool(code)
+        assert result.exit_code == code and ("naive: tool_call, passes: " in result.output) == bool(
+            code
+        )
     assert not (tmp_path / "report.html").exists()
 
 
@@ -365,13 +432,20 @@ def test_what_is_drawn_lies_inside_its_drawing(run):
     for path in sorted((run["folder"] / "plots").iterdir()):
         drawing = path.read_text(encoding="utf-8")
         width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawing).groups())
-        places = [(float(a), float(b)) for a, b in re.findall(r'\bc?x="([\d.-]+)" c?y="([\d.-]+)"', drawing)]
+        places = [
+            (float(a), float(b))
+            for a, b in re.findall(r'\bc?x="([\d.-]+)" c?y="([\d.-]+)"', drawing)
+        ]
         places += [(float(a), float(b)) for a, b in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", drawing)]
-        ends = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" class="[^"]*\be\b[^"]*">([^<]*)', drawing)
+        ends = re.findall(
+            r'<text x="([\d.-]+)" y="([\d.-]+)" class="[^"]*\be\b[^"]*">([^<]*)', drawing
+        )
         places += [(float(a) - 4.6 * len(html.unescape(text)), float(b)) for a, b, text in ends]
         assert places, path.name
         outside += [
-            (path.name, place) for place in places if not (-1 <= place[0] <= width + 1 and 0 <= place[1] <= height)
+            (path.name, place)
+            for place in places
+            if not (-1 <= place[0] <= width + 1 and 0 <= place[1] <= height)
         ]
     assert outside == []
 
@@ -392,7 +466,9 @@ def test_divergence_by_layer_is_drawn_from_the_sensitivities(run, tmp_path):
         for part in ("mlp", "self_attn")
     }
     (folder / "sensitivity").mkdir()
-    (folder / "sensitivity" / "naive.json").write_text(json.dumps({"numerics": "w4a4", "all": {}, "alone": alone}))
+    (folder / "sensitivity" / "naive.json").write_text(
+        json.dumps({"numerics": "w4a4", "all": {}, "alone": alone})
+    )
     report.build(folder)
     drawn = (folder / "plots" / "kl-by-layer.svg").read_text()
     assert drawn.count("<title>NVFP4 naive W4A4 offline: 0.00") == 6 and "2 self attn" in drawn
@@ -404,6 +480,8 @@ def test_a_wrong_call_is_marked_and_a_right_one_is_not(run, tmp_path):
     rows = [json.loads(line) for line in (folder / "records.jsonl").open(encoding="utf-8")]
     wrong = next(r for r in rows if r["checks"].get("tool_call") is False and not r["warmup"])
     wrong["tool_calls"] = [{"id": "c1", "name": "delete_memory", "arguments": "{}"}]
-    (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    (folder / "records.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8"
+    )
     page = report.compose(folder)["report.html"]
     assert re.findall(r"→ <mark>(\w+)", page) == ["delete_memory"] and "→ search_memory(" in page

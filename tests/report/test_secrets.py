@@ -36,7 +36,9 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-@pytest.mark.parametrize("form", ["utf-8", "utf-16", "utf-16-be", "odd utf-16", "escaped", "safetensors"])
+@pytest.mark.parametrize(
+    "form", ["utf-8", "utf-16", "utf-16-be", "odd utf-16", "escaped", "safetensors"]
+)
 def test_each_kind_in_each_form(tmp_path, kind, form):
     text = f'{{"a": "x", "b": "{SECRETS[kind]}", "c": 1}}'
     path = tmp_path / ("model.safetensors" if form == "safetensors" else "config.json")
@@ -73,5 +75,7 @@ def test_escapes_are_decoded_once():
 def test_the_kept_rule_set_is_used_where_it_is_installed(tmp_path):
     pytest.importorskip("detect_secrets", reason="the publish extra is not installed")
     path = tmp_path / "config.json"
-    path.write_text("SG." + "a1B2c3d4e5F6g7H8i9J0kl" + "." + "a1B2c3d4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0u1V")
+    path.write_text(
+        "SG." + "a1B2c3d4e5F6g7H8i9J0kl" + "." + "a1B2c3d4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0u1V"
+    )
     assert "SendGrid" in secret_in(path)

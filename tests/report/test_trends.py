@@ -27,7 +27,9 @@ def change(folder, edit):
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     home = tmp_path_factory.mktemp("trends")
-    return [report_fixture.make_run(home / f"run-{i}", n=12, seed=i, hostile=False) for i in range(3)]
+    return [
+        report_fixture.make_run(home / f"run-{i}", n=12, seed=i, hostile=False) for i in range(3)
+    ]
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def runs(originals, tmp_path):
     """Three runs of one machine, not in their order; the newest fixes naive's tool calls and slows mlp_only down."""
     folders = [Path(shutil.copytree(original, tmp_path / original.name)) for original in originals]
     for index, folder in enumerate(folders):
-        change(folder, lambda d, i=index: d["environment"].update(time=f"2026-11-{20 + i}T05:00:00Z"))
+        change(
+            folder, lambda d, i=index: d["environment"].update(time=f"2026-11-{20 + i}T05:00:00Z")
+        )
 
     def newest(document):
         sides = document["aggregates"]
@@ -45,7 +49,11 @@ def runs(originals, tmp_path):
             "high": 0.995,
             "verdict": "pass",
         }
-        sides["served"]["mlp_only"]["speed_gates"]["ttft"] |= {"value": 80.0, "low": 75.0, "high": 88.0}
+        sides["served"]["mlp_only"]["speed_gates"]["ttft"] |= {
+            "value": 80.0,
+            "low": 75.0,
+            "high": 88.0,
+        }
 
     change(folders[2], newest)
     return [folders[2], folders[0], folders[1]]
@@ -56,9 +64,12 @@ def test_runs_are_in_the_order_of_their_time_and_significant_changes_are_named(r
     text = files["trends.md"].replace("\\", "")
     assert text.index("| run-0") < text.index("| run-1") < text.index("| run-2")
     worse, better = text.split("## Significantly worse")[1].split("## Significantly better")
-    assert re.search(r"content TTFT, ms, NVFP4 mlp_only, llama.cpp served: [\d.]+ → 80.0 in run-2", worse)
-    assert "tool calls, NVFP4 naive, W4A4 offline: 41.7\u00a0% ✗ → 98.3\u00a0% ✓ in run-2" in better.replace(
-        " %", "\u00a0%"
+    assert re.search(
+        r"content TTFT, ms, NVFP4 mlp_only, llama.cpp served: [\d.]+ → 80.0 in run-2", worse
+    )
+    assert (
+        "tool calls, NVFP4 naive, W4A4 offline: 41.7\u00a0% ✗ → 98.3\u00a0% ✓ in run-2"
+        in better.replace(" %", "\u00a0%")
     )
 
 
@@ -71,12 +82,18 @@ def test_every_shown_figure_is_that_of_its_run(runs):
         sides, where = documents[int(index)], side.split("/")
         if group == "size":
             continue
-        data = sides["offline"][where[1]][where[2]] if where[0] == "offline" else sides["served"][where[1]]
+        data = (
+            sides["offline"][where[1]][where[2]]
+            if where[0] == "offline"
+            else sides["served"][where[1]]
+        )
         value, slack = report_page.first_number(first)
         if group == "gate":
             expected = 100 * data["gates"][metric]["passes"] / data["gates"][metric]["n"]
         else:
-            expected = data["speed_gates"][metric]["value"] if group == "speed" else data["kl"]["mean"]
+            expected = (
+                data["speed_gates"][metric]["value"] if group == "speed" else data["kl"]["mean"]
+            )
         assert value == pytest.approx(expected, abs=slack), key
         checked += 1
     assert checked > 150
@@ -86,7 +103,9 @@ def test_speeds_of_another_machine_are_not_compared(runs):
     change(runs[0], lambda d: d["environment"].update(cpu="Another CPU"))
     text = trends.compose(runs)["trends.md"]
     assert "the machines differ, so their speeds cannot be compared: run-0, run-1 / run-2" in text
-    assert "→ 80.0" not in text and "98.3" in text.split("## Significantly better")[1].split("##")[0]
+    assert (
+        "→ 80.0" not in text and "98.3" in text.split("## Significantly better")[1].split("##")[0]
+    )
 
 
 def test_other_prompts_are_named(runs):
@@ -101,7 +120,12 @@ def test_other_prompts_are_named(runs):
 
 def test_overlapping_intervals_are_no_change(originals, tmp_path):
     pair = [Path(shutil.copytree(originals[0], tmp_path / name)) for name in "ab"]
-    change(pair[1], lambda d: d["aggregates"]["offline"]["naive"]["w4a4"]["gates"]["tool_call"].update(passes=55))
+    change(
+        pair[1],
+        lambda d: d["aggregates"]["offline"]["naive"]["w4a4"]["gates"]["tool_call"].update(
+            passes=55
+        ),
+    )
     assert trends.compose(pair)["trends.md"].startswith("# 2 runs: no significant change")
 
 

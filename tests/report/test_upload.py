@@ -59,7 +59,9 @@ def run(whole_run, checkpoint, tmp_path):
 def prepare(run, checkpoint, **options):
     report_fixture.record_hash(run, options.get("model", "mlp_only"), checkpoint)
     return publishing.prepare(
-        run, REPO, **{"model": "mlp_only", "checkpoint": checkpoint, "base_model": "owner/tiny"} | options
+        run,
+        REPO,
+        **{"model": "mlp_only", "checkpoint": checkpoint, "base_model": "owner/tiny"} | options,
     )
 
 
@@ -71,7 +73,9 @@ def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
     plan = prepare(run, checkpoint)
     with fake_hub.FakeHub() as hub:
         done = publishing.upload(plan, endpoint=hub.url, token="t" * 20)
-        assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, "storage needs none"
+        assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, (
+            "storage needs none"
+        )
         assert hub.committed[REPO] == contents(checkpoint) | {"README.md": plan.card.encode()}
     assert done.url == f"{hub.url}/{REPO}" and done.files == len(plan.files)
 
@@ -80,7 +84,10 @@ def test_a_transfer_that_breaks_is_repeated(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         hub.break_puts = 2
         publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
-        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert (
+            hub.committed[REPO]["model.safetensors"]
+            == (checkpoint / "model.safetensors").read_bytes()
+        )
         assert hub.puts() >= 3
 
 
@@ -92,19 +99,26 @@ def test_an_upload_that_keeps_failing_ends_and_the_next_resumes(run, checkpoint)
         assert "model.safetensors" not in hub.committed.get(REPO, {})
         hub.break_puts = 0
         publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
-        assert hub.committed[REPO] == contents(checkpoint) | {"README.md": hub.committed[REPO]["README.md"]}
+        assert hub.committed[REPO] == contents(checkpoint) | {
+            "README.md": hub.committed[REPO]["README.md"]
+        }
         sent = dict(hub.put_bytes)
         before = len(hub.requests)
         publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.put_bytes == sent, "nothing is sent twice"
-        assert not [path for method, path in hub.requests[before:] if method == "PUT" or "/commit/" in path]
+        assert not [
+            path for method, path in hub.requests[before:] if method == "PUT" or "/commit/" in path
+        ]
 
 
 def test_parts_of_a_large_file_are_put_together(run, checkpoint):
     with fake_hub.FakeHub(part_bytes=1_000_000) as hub:
         hub.break_puts = 1
         publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
-        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert (
+            hub.committed[REPO]["model.safetensors"]
+            == (checkpoint / "model.safetensors").read_bytes()
+        )
         assert hub.puts() > (checkpoint / "model.safetensors").stat().st_size // 1_000_000
 
 
@@ -119,17 +133,33 @@ main()
 
 
 def command(hub_url, *arguments):
-    environment = os.environ | {"HF_ENDPOINT": hub_url, "HF_TOKEN": "t" * 20, "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | {
+        "HF_ENDPOINT": hub_url,
+        "HF_TOKEN": "t" * 20,
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return [sys.executable, "-c", COMMAND, "publish", *map(str, arguments)], environment
 
 
 def test_a_killed_command_resumes(run, checkpoint):
     """SIGKILL in the middle of a transfer of parts; the same command then finishes the upload."""
-    arguments = [run, "--repo", REPO, "--model", "mlp_only", "--checkpoint", checkpoint, "--base-model", "owner/tiny"]
+    arguments = [
+        run,
+        "--repo",
+        REPO,
+        "--model",
+        "mlp_only",
+        "--checkpoint",
+        checkpoint,
+        "--base-model",
+        "owner/tiny",
+    ]
     with fake_hub.FakeHub() as hub:
         hub.break_puts = -1
         words, environment = command(hub.url, *arguments)
-        process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         give_up = time.monotonic() + 60
         while not hub.puts() and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -141,7 +171,10 @@ def test_a_killed_command_resumes(run, checkpoint):
         ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=90)
         assert ended.returncode == 0, ended.stderr
         assert set(contents(checkpoint)) | {"README.md"} == set(hub.committed[REPO])
-        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert (
+            hub.committed[REPO]["model.safetensors"]
+            == (checkpoint / "model.safetensors").read_bytes()
+        )
         assert "model.safetensors" in ended.stdout and f"uploaded: {hub.url}/{REPO}" in ended.stderr
 
 
@@ -156,7 +189,9 @@ def test_a_dry_run_lists_and_sends_nothing(run, checkpoint):
         printed = json.loads(ended.stdout)
         assert hub.requests == []
     sizes = {f["path"]: f["size_bytes"] for f in printed["files"]}
-    assert {k: v for k, v in sizes.items() if k != "README.md"} == {k: len(v) for k, v in contents(checkpoint).items()}
+    assert {k: v for k, v in sizes.items() if k != "README.md"} == {
+        k: len(v) for k, v in contents(checkpoint).items()
+    }
     assert printed["private"] is True and printed["size_bytes"] == sum(sizes.values())
 
 
@@ -168,9 +203,13 @@ def test_other_files_are_not_uploaded(run, checkpoint, tmp_path):
     plan = prepare(run, folder)
     assert {f.path for f in plan.files} == set(contents(checkpoint)) | {"README.md"}
     assert "train.log" in plan.left_out and "checkpoint-1" in plan.left_out
-    assert SECRET not in "".join(p.read_text("latin-1") for p in plan.folder.rglob("*") if p.is_file())
+    assert SECRET not in "".join(
+        p.read_text("latin-1") for p in plan.folder.rglob("*") if p.is_file()
+    )
     more = {f.path for f in prepare(run, folder, with_report=True, with_records=True).files}
-    assert {"evidence/records.jsonl", "evidence/inputs.json"} <= more and not any("stream" in n for n in more)
+    assert {"evidence/records.jsonl", "evidence/inputs.json"} <= more and not any(
+        "stream" in n for n in more
+    )
     assert {f.path for f in prepare(run, folder).files} == {f.path for f in plan.files}, (
         "evidence is removed when it is no longer an option"
     )
@@ -187,7 +226,9 @@ def test_a_secret_in_a_file_stops_everything(run, checkpoint, tmp_path, place):
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length]) | {"__metadata__": {"token": SECRET}}
         text = json.dumps(header).encode()
-        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        (folder / "model.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + raw[8 + length :]
+        )
     else:
         (run / place).write_text(f"Authorization: Bearer {SECRET}")
     with pytest.raises(UsageError, match=r"token|authorization"):
@@ -201,7 +242,9 @@ def test_failed_gates_refuse_unless_a_reason_is_given(run, checkpoint):
         with pytest.raises(UsageError, match="not published"):
             publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.requests == []
-        forced = prepare(run, checkpoint, model="naive", forced="shows what naive quantization does")
+        forced = prepare(
+            run, checkpoint, model="naive", forced="shows what naive quantization does"
+        )
         publishing.upload(forced, endpoint=hub.url, token="t" * 20)
         assert b"shows what naive quantization does" in hub.committed[REPO]["README.md"]
 
@@ -218,7 +261,9 @@ def test_audit_faults_and_changed_figures_refuse(run, checkpoint, tmp_path):
     assert any("differ from the records" in line for line in prepare(run, checkpoint).objections)
 
 
-def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(run, checkpoint, tmp_path):
+def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(
+    run, checkpoint, tmp_path
+):
     """Row 4 of issue 40: the card showed the other folder's hash next to the good one's gates."""
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     settings = json.loads((other / "generation_config.json").read_text())
@@ -228,19 +273,38 @@ def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(run
         report_fixture.record_hash(run, "mlp_only", checkpoint if recorded == "run.json" else other)
         evaluated = checkpoint if recorded == "eval/mlp_only.json" else None
         report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, evaluated)
-        with pytest.raises(UsageError, match=f"is not the checkpoint that was measured: .*{recorded}") as caught:
-            publishing.prepare(run, REPO, model="mlp_only", checkpoint=other, base_model="owner/tiny", forced="I know")
+        with pytest.raises(
+            UsageError, match=f"is not the checkpoint that was measured: .*{recorded}"
+        ) as caught:
+            publishing.prepare(
+                run,
+                REPO,
+                model="mlp_only",
+                checkpoint=other,
+                base_model="owner/tiny",
+                forced="I know",
+            )
         assert "\n" not in caught.value.message
         assert not (run / "publish").exists()
 
 
-def test_a_checkpoint_of_which_no_hash_is_on_record_is_an_objection(whole_run, checkpoint, tmp_path):
+def test_a_checkpoint_of_which_no_hash_is_on_record_is_an_objection(
+    whole_run, checkpoint, tmp_path
+):
     folder = Path(shutil.copytree(whole_run, tmp_path / "run"))
-    plan = publishing.prepare(folder, REPO, model="mlp_only", checkpoint=checkpoint, base_model="owner/tiny")
-    assert len(plan.objections) == 1 and "does not record the SHA-256" in plan.objections[0] and plan.refused
+    plan = publishing.prepare(
+        folder, REPO, model="mlp_only", checkpoint=checkpoint, base_model="owner/tiny"
+    )
+    assert (
+        len(plan.objections) == 1
+        and "does not record the SHA-256" in plan.objections[0]
+        and plan.refused
+    )
 
 
-def test_the_audit_compares_with_the_source_where_the_evaluation_names_it(run, checkpoint, tmp_path):
+def test_the_audit_compares_with_the_source_where_the_evaluation_names_it(
+    run, checkpoint, tmp_path
+):
     """A temperature that the source does not have is a fault that only a comparison with the source shows."""
     source = Path(shutil.copytree(report_fixture.TINY, tmp_path / "source"))
     changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
@@ -273,13 +337,19 @@ EDITS = {
     "the sentence": ("eval", ("verdict", "sentence"), "Keeps every gate under w4a4."),
     "the checkpoint's hash": ("eval", ("reference_sha256",), "0" * 64),
     "an export that is not broken any more": ("eval", ("blocking",), ["nothing"]),
-    "passes in run.json": ("run", ("aggregates", "offline", "naive", "w4a4", "gates", "tool_call", "passes"), 120),
+    "passes in run.json": (
+        "run",
+        ("aggregates", "offline", "naive", "w4a4", "gates", "tool_call", "passes"),
+        120,
+    ),
     "a digest that is not there": ("eval", ("evidence_sha256",), ""),
 }
 
 
 def test_without_an_edit_every_evaluation_holds(run, checkpoint):
-    assert not any("does not hold" in line for line in prepare(run, checkpoint, model="naive").objections)
+    assert not any(
+        "does not hold" in line for line in prepare(run, checkpoint, model="naive").objections
+    )
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -289,8 +359,16 @@ def test_an_edit_by_hand_is_an_objection_and_a_line_of_the_report(run, checkpoin
 
     file, keys, value = EDITS[name]
     edit(run / ("run.json" if file == "run" else "eval/naive.json"), *keys, value=value)
-    lines = [line for line in prepare(run, checkpoint, model="naive").objections if "does not hold" in line]
-    assert len(lines) == 1 and lines[0].startswith("eval/naive.json does not hold: ") and "\n" not in lines[0]
+    lines = [
+        line
+        for line in prepare(run, checkpoint, model="naive").objections
+        if "does not hold" in line
+    ]
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("eval/naive.json does not hold: ")
+        and "\n" not in lines[0]
+    )
     text = report.compose(run)["report.md"]
     assert text.count("eval/naive.json does not hold") == 1
 
@@ -303,7 +381,9 @@ def test_an_evaluation_that_is_gone_is_an_objection(run, checkpoint):
 def test_a_broken_export_is_not_published(run, checkpoint):
     offline = json.loads((run / "run.json").read_text())["aggregates"]["offline"]["mlp_only"]
     reason = "BROKEN EXPORT: its codes are shuffled"
-    report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, checkpoint, blocking=[reason])
+    report_fixture.write_evaluation(
+        run / "eval/mlp_only.json", offline, checkpoint, blocking=[reason]
+    )
     assert prepare(run, checkpoint).objections == [reason]
 
 
@@ -375,11 +455,15 @@ def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_
     """As the how-to has it: eval --output RUN/eval/BACKEND.json, then bench --output RUN, then publish."""
     document = json.loads((whole_run / "run.json").read_text())
     aggregates = document["aggregates"]
-    report_fixture.write_evaluation(tmp_path / "eval/nvfp4.json", aggregates["offline"]["mlp_only"], checkpoint)
+    report_fixture.write_evaluation(
+        tmp_path / "eval/nvfp4.json", aggregates["offline"]["mlp_only"], checkpoint
+    )
     aggregates["served"] = {"nvfp4": aggregates["served"]["mlp_only"] | {"model": "mine-NVFP4"}}
     aggregates |= {"models": [], "offline": {}, "comparisons": []}
     document["verdict"] |= {"candidate": "nvfp4", "incumbent": None}
     (tmp_path / "run.json").write_text(json.dumps(document))
     plan = publishing.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
     assert not plan.objections
-    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))
+    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(
+        re.findall(r"workloads, ([^\n]+)", plan.card)
+    )

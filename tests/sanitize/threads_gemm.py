@@ -34,7 +34,9 @@ def expected_results(weight: gemm.Weight, dense: np.ndarray) -> list[tuple[np.nd
     cases = []
     for i, plan in enumerate(PLANS):
         x = np.random.default_rng(i).standard_normal((M, K)).astype(ml_dtypes.bfloat16)
-        result = gemm.w4a16(gemm.to_device(x), weight, gemm.DeviceArray((M, N), "float32"), plan=plan).host()
+        result = gemm.w4a16(
+            gemm.to_device(x), weight, gemm.DeviceArray((M, N), "float32"), plan=plan
+        ).host()
         exact, magnitude = gemm.oracle.linear(x, dense)
         if gemm.oracle.worst(result, exact, gemm.oracle.bound(exact, magnitude, K, "float32")) > 1:
             sys.exit(f"{plan}: the result is outside the oracle's bound")
@@ -42,7 +44,9 @@ def expected_results(weight: gemm.Weight, dense: np.ndarray) -> list[tuple[np.nd
     return cases
 
 
-def multiply(products: int, streams: int, shared_workspace: bool, weight: gemm.Weight, cases: list) -> int:
+def multiply(
+    products: int, streams: int, shared_workspace: bool, weight: gemm.Weight, cases: list
+) -> int:
     """Return the number of wrong products of four threads."""
     module = native()
     handles = [module.stream_new() for _ in range(streams)]
@@ -102,7 +106,8 @@ def main() -> int:
         bad = (wrong > 0) != shared
         failed |= bad
         print(
-            f"{name}: {wrong} of {args.products} products wrong, {seconds:.1f} s{'  FAILED' if bad else ''}", flush=True
+            f"{name}: {wrong} of {args.products} products wrong, {seconds:.1f} s{'  FAILED' if bad else ''}",
+            flush=True,
         )
     return int(failed)
 

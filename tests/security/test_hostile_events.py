@@ -22,7 +22,10 @@ EVENTS = {
     "a model is a list": (b'data: {"model": [1], "choices": []}\n\n', "malformed"),
     "usage is text": (b'data: {"usage": "x", "choices": []}\n\n', "malformed"),
     "half a surrogate pair": (CHOICE % b'{"content": "\\ud800"}', "not_json"),
-    "an error nested deeply": (b'data: {"error": ' + b"[" * 2000 + b"]" * 2000 + b"}\n\n", "not_json"),
+    "an error nested deeply": (
+        b'data: {"error": ' + b"[" * 2000 + b"]" * 2000 + b"}\n\n",
+        "not_json",
+    ),
 }
 
 
@@ -44,7 +47,10 @@ def test_numbers_that_are_no_counts_are_not_counts():
 
 
 def test_more_calls_than_anyone_makes_end_the_decoding():
-    calls = b"".join(CHOICE % (b'{"tool_calls": [{"index": %d, "function": {"name": "f"}}]}' % i) for i in range(1500))
+    calls = b"".join(
+        CHOICE % (b'{"tool_calls": [{"index": %d, "function": {"name": "f"}}]}' % i)
+        for i in range(1500)
+    )
     with RawServer(stream([calls, DONE])) as server:
         (record,) = aq.stream.run([aq.stream.Request(server.url, json={})]).records()
     assert record["cause"] == "malformed" and len(record["tool_calls"]) == 1000

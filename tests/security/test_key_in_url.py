@@ -6,12 +6,38 @@ import pytest
 from command_line import annie_quant
 
 KEY = "planted0f3a9c77d1e8"
-URLS = [f"http://annie:{KEY}@127.0.0.1:9/v1", f"http://{KEY}@127.0.0.1:9", f"http://127.0.0.1:9/?api_key={KEY}"]
+URLS = [
+    f"http://annie:{KEY}@127.0.0.1:9/v1",
+    f"http://{KEY}@127.0.0.1:9",
+    f"http://127.0.0.1:9/?api_key={KEY}",
+]
 COMMANDS = [
     ("record", "--upstream", "{url}", "--output", "{out}"),
     ("bench", "--backend-a", "a", "{url}", "--output", "{out}"),
-    ("bench", "--backend-a", "a", "http://127.0.0.1:9", "--backend-b", "b", "{url}", "--output", "{out}"),
-    ("data", "--teacher", "openai", "--url", "{url}", "--teacher-model", "m", "--n", "5", "--output", "{out}"),
+    (
+        "bench",
+        "--backend-a",
+        "a",
+        "http://127.0.0.1:9",
+        "--backend-b",
+        "b",
+        "{url}",
+        "--output",
+        "{out}",
+    ),
+    (
+        "data",
+        "--teacher",
+        "openai",
+        "--url",
+        "{url}",
+        "--teacher-model",
+        "m",
+        "--n",
+        "5",
+        "--output",
+        "{out}",
+    ),
     ("data", "--teacher", "openai", "--teacher-model", "m", "--n", "5", "--output", "{out}"),
 ]
 

@@ -26,7 +26,9 @@ def rows_of(page: str) -> list[str]:
 
 
 def rows_without_a_test(page: str) -> list[str]:
-    return [row for row in rows_of(page) if not re.search(r"tests/|by hand", row.rpartition(" | ")[2])]
+    return [
+        row for row in rows_of(page) if not re.search(r"tests/|by hand", row.rpartition(" | ")[2])
+    ]
 
 
 def test_every_row_of_the_tables_names_a_test():
@@ -42,7 +44,9 @@ def test_a_row_without_a_test_is_reported():
 
 
 def test_each_attacker_has_a_table():
-    sections = dict(re.findall(r"^## A hostile (\w+)\n(.*?)(?=^## )", THREATS, re.MULTILINE | re.DOTALL))
+    sections = dict(
+        re.findall(r"^## A hostile (\w+)\n(.*?)(?=^## )", THREATS, re.MULTILINE | re.DOTALL)
+    )
     assert tuple(sections) == ATTACKERS
     assert all(len(rows_of(text)) >= 4 for text in sections.values())
 
@@ -50,5 +54,9 @@ def test_each_attacker_has_a_table():
 @pytest.mark.parametrize("name", NAMED)
 def test_each_named_test_exists(name):
     path, _, function = name.partition("::")
-    functions = {n.name for n in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(n, ast.FunctionDef)}
+    functions = {
+        n.name
+        for n in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(n, ast.FunctionDef)
+    }
     assert function in functions if function else any(f.startswith("test_") for f in functions)

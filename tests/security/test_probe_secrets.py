@@ -35,7 +35,9 @@ def test_doctor_images_prints_no_key(form, tmp_path):
         return Script(content=ANSWERS[form])
 
     with FakeServer(answer) as server:
-        printed = command("doctor", "--server", server.url, "--images", "--key-env", "PLANTED_KEY", "--json")
+        printed = command(
+            "doctor", "--server", server.url, "--images", "--key-env", "PLANTED_KEY", "--json"
+        )
         assert len(server.bodies) == 3
     assert "answer" in printed[0], printed
     assert where(tmp_path, *printed, *(text[::-1] for text in printed)) == []

@@ -24,13 +24,25 @@ from annie_quant.cli import cli
 from annie_quant.judge import Case, Workload
 
 FOLDERS = ("annie_quant", "examples", "training")
-SOURCES = sorted([*(path for folder in FOLDERS for path in (ROOT / folder).glob("**/*.py")), ROOT / "setup.py"])
+SOURCES = sorted(
+    [*(path for folder in FOLDERS for path in (ROOT / folder).glob("**/*.py")), ROOT / "setup.py"]
+)
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 LOADERS = {
     "from_pretrained",
     "from_config",
 }  # without an explicit value transformers asks on the terminal, and "y" runs the code
-FROM_BYTES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "telnetlib", "xml"}
+FROM_BYTES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "telnetlib",
+    "xml",
+}
 
 
 def faults_of(tree: ast.AST) -> list[str]:
@@ -38,7 +50,11 @@ def faults_of(tree: ast.AST) -> list[str]:
     result = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             result += [f"{node.lineno} import {n}" for n in names if n.split(".")[0] in FROM_BYTES]
         if not isinstance(node, ast.Call):
             continue
@@ -50,7 +66,14 @@ def faults_of(tree: ast.AST) -> list[str]:
 
         wrong = (
             name in RUNS_CODE
-            or name in ("os.system", "os.popen", "tempfile.mktemp", "subprocess.getoutput", "torch.hub.load")
+            or name
+            in (
+                "os.system",
+                "os.popen",
+                "tempfile.mktemp",
+                "subprocess.getoutput",
+                "torch.hub.load",
+            )
             or (name.startswith("os.exec") or name.startswith("os.spawn"))
             or ("shell" in inputs and not message("shell", False))
             or ("trust_remote_code" in inputs and not message("trust_remote_code", False))
@@ -96,8 +119,12 @@ def test_the_check_of_the_code_finds_faults(code):
 
 def test_c_sources_start_no_programs_and_limit_every_copy():
     """strcpy and similar functions have no length; system() and popen() use a shell."""
-    banned = re.compile(r"\b(strcpy|strcat|sprintf|vsprintf|gets|system|popen|alloca|tmpnam|mktemp)\s*\(")
-    for path in sorted([*ROOT.glob("csrc/**/*.c"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cu")]):
+    banned = re.compile(
+        r"\b(strcpy|strcat|sprintf|vsprintf|gets|system|popen|alloca|tmpnam|mktemp)\s*\("
+    )
+    for path in sorted(
+        [*ROOT.glob("csrc/**/*.c"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cu")]
+    ):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.DOTALL)
         assert not banned.findall(code), path
 
@@ -145,10 +172,16 @@ def respond(body: dict) -> Script:
     tool = re.search(r"calls (\w+) without any other text", prompt)
     for i in range(expected):
         word = hashlib.sha256(f"{prompt}{i}".encode()).hexdigest()[:12]
-        talk = [{"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."} for t in range(turns)]
+        talk = [
+            {"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."}
+            for t in range(turns)
+        ]
         talk[0]["assistant"] += f" Bearer {KEY}" * (i == 0)
         if tool:
-            talk[0] |= {"call": {"name": tool[1], "arguments": {"query": word}}, "result": f"{word} was found."}
+            talk[0] |= {
+                "call": {"name": tool[1], "arguments": {"query": word}},
+                "result": f"{word} was found.",
+            }
         conversations.append({"turns": talk})
     return Script(content=[json.dumps({"conversations": conversations})])
 
@@ -157,13 +190,28 @@ def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
     """A teacher's server that repeats the key in an error and in an answer; a `claude` that prints it on stderr."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
-    faults, printed = [Script(status=500, error=f"broken for {KEY}"), Script(status=401, error=f"not {KEY}")], []
+    faults, printed = (
+        [Script(status=500, error=f"broken for {KEY}"), Script(status=401, error=f"not {KEY}")],
+        [],
+    )
     with FakeServer(lambda body: faults.pop(0) if faults else respond(body)) as server:
-        words = ["data", "--teacher", "openai", "--teacher-model", "m", "--url", server.url, "--n", "5"]
+        words = [
+            "data",
+            "--teacher",
+            "openai",
+            "--teacher-model",
+            "m",
+            "--url",
+            server.url,
+            "--n",
+            "5",
+        ]
         for _ in range(2):  # the 401 ends the first one
             done = CliRunner().invoke(cli, [*words, "--output", str(tmp_path / "out/d.jsonl")])
             printed += [done.output, str(done.exception)]
-        assert len(server.bodies) > 5 and len((tmp_path / "out/d.jsonl").read_text().splitlines()) == 5, printed
+        assert (
+            len(server.bodies) > 5 and len((tmp_path / "out/d.jsonl").read_text().splitlines()) == 5
+        ), printed
     program = tmp_path / "bin/claude"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\n[ "$1" = --help ] && echo "--print --model --output-format" && exit\n'
@@ -171,7 +219,8 @@ def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     done = CliRunner().invoke(
-        cli, ["data", "--teacher", "claude-cli", "--n", "5", "--output", str(tmp_path / "out/c.jsonl")]
+        cli,
+        ["data", "--teacher", "claude-cli", "--n", "5", "--output", str(tmp_path / "out/c.jsonl")],
     )
     printed += [done.output, str(done.exception)]
     assert "not logged in: Invalid API key: [redacted]" in printed[-1], printed[-2:]
@@ -181,22 +230,42 @@ def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
 def test_planted_secrets_are_in_no_artefact_of_an_evaluation(tmp_path, monkeypatch):
     """Keys of the environment are not in eval's result, its report, or its files next to a checkpoint."""
     pytest.importorskip("torch", reason="evaluation needs torch: pip install annie-quant[quantize]")
-    pytest.importorskip("transformers", reason="evaluation needs transformers: pip install annie-quant[quantize]")
+    pytest.importorskip(
+        "transformers", reason="evaluation needs transformers: pip install annie-quant[quantize]"
+    )
     monkeypatch.setenv("PLANTED_KEY", KEY)
     monkeypatch.setenv("HF_TOKEN", HUB)
-    cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and 3?"},)) for i in range(2))
-    load = Workload("plain", "", None, "Be brief.", None, False, 8, 0, ("non_empty", "no_markdown"), cases)
+    cases = tuple(
+        Case(f"c{i}", ({"role": "user", "content": f"What is {i} and 3?"},)) for i in range(2)
+    )
+    load = Workload(
+        "plain", "", None, "Be brief.", None, False, 8, 0, ("non_empty", "no_markdown"), cases
+    )
     monkeypatch.setattr("annie_quant.judge.load_workloads", lambda *_, **__: [load])
     tiny = shutil.copytree(ROOT / "annie_quant/assets/tiny-annie", tmp_path / "tiny")
-    words = ["eval", str(tiny), "--reference", str(tiny), "--n", "2", "--output", str(tmp_path / "eval.json")]
+    words = [
+        "eval",
+        str(tiny),
+        "--reference",
+        str(tiny),
+        "--n",
+        "2",
+        "--output",
+        str(tmp_path / "eval.json"),
+    ]
     printed = [CliRunner().invoke(cli, [*words, *more]) for more in ([], ["--json"])]
-    assert "KL mean" in printed[0].output and json.loads((tmp_path / "eval.json").read_text())["numerics"]
+    assert (
+        "KL mean" in printed[0].output
+        and json.loads((tmp_path / "eval.json").read_text())["numerics"]
+    )
     assert where(tmp_path, *(f"{done.output} {done.exception}" for done in printed)) == []
 
 
 def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path):
     for url in (f"http://annie:{PASSWORD}@127.0.0.1:9", f"http://127.0.0.1:9/?key={PASSWORD}"):
-        done = CliRunner().invoke(cli, ["bench", "--backend-a", "a", url, "--output", str(tmp_path / "run")])
+        done = CliRunner().invoke(
+            cli, ["bench", "--backend-a", "a", url, "--output", str(tmp_path / "run")]
+        )
         text = f"{done.exception} {getattr(done.exception, 'hint', '')}"
         assert "127.0.0.1:9" in text and "--key-env" in text
         assert where(tmp_path, done.output, text) == []
@@ -230,12 +299,27 @@ def test_links_to_files_outside_are_not_read(tmp_path):
     """Each file of a checkpoint in turn is a link to a file outside: refused, or not read."""
     secret = tmp_path / "outside.json"
     secret.write_text(json.dumps({"planted": HUB}))
-    for name in ("config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"):
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
         folder = zoo.bf16(tmp_path / f"m-{name}")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
         done = CliRunner().invoke(
-            cli, ["convert", str(folder), "--to", "gguf", "--type", "BF16", "--output", str(tmp_path / "o.gguf")]
+            cli,
+            [
+                "convert",
+                str(folder),
+                "--to",
+                "gguf",
+                "--type",
+                "BF16",
+                "--output",
+                str(tmp_path / "o.gguf"),
+            ],
         )
         out = (tmp_path / "o.gguf").read_bytes() if (tmp_path / "o.gguf").exists() else b""
         assert HUB.encode() not in out and HUB not in done.output + str(done.exception), name
@@ -249,9 +333,23 @@ def test_names_from_a_server_are_not_used_as_paths(tmp_path):
         shutil.rmtree(run, ignore_errors=True)
         workload.write_text(json.dumps(sample.WORKLOAD))
         with FakeServer(sample.answer, model=name) as a:
-            words = ["bench", "--backend-a", "a", a.url, "--runs", "1", "--warmup", "0", "--workloads", str(workload)]
+            words = [
+                "bench",
+                "--backend-a",
+                "a",
+                a.url,
+                "--runs",
+                "1",
+                "--warmup",
+                "0",
+                "--workloads",
+                str(workload),
+            ]
             done = CliRunner().invoke(cli, [*words, "--output", str(run)])
-        assert done.exception is None or isinstance(done.exception, SystemExit), (name[:20], done.exception)
+        assert done.exception is None or isinstance(done.exception, SystemExit), (
+            name[:20],
+            done.exception,
+        )
         assert {p.name for p in tmp_path.iterdir()} == {"deep", "capitals.json"}
         assert {p.name for p in (tmp_path / "deep").iterdir()} == {"run"}
         page = (run / "report.html").read_text()

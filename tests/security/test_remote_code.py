@@ -40,7 +40,10 @@ def custom_code_checkpoint(tmp_path) -> Path:
     config |= {"auto_map": {auto: f"modeling_evil.{name}" for auto, name in code.items()}}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["modeling_evil.Tokenizer", None]}}
+    tokenizer |= {
+        "tokenizer_class": "EvilTokenizer",
+        "auto_map": {"AutoTokenizer": ["modeling_evil.Tokenizer", None]},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
 
@@ -53,8 +56,22 @@ def rows(tmp_path_factory) -> Path:
 
 
 COMMANDS = {
-    "eval": ["eval", "{custom_code_checkpoint}", "--reference", "{custom_code_checkpoint}", "--n", "1"],
-    "eval of it against tiny-annie": ["eval", "{custom_code_checkpoint}", "--reference", str(TINY_ANNIE), "--n", "1"],
+    "eval": [
+        "eval",
+        "{custom_code_checkpoint}",
+        "--reference",
+        "{custom_code_checkpoint}",
+        "--n",
+        "1",
+    ],
+    "eval of it against tiny-annie": [
+        "eval",
+        "{custom_code_checkpoint}",
+        "--reference",
+        str(TINY_ANNIE),
+        "--n",
+        "1",
+    ],
     "naive": [
         "quantize",
         "--strategy",
@@ -83,13 +100,19 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_its_code_never_runs_even_after_yes(custom_code_checkpoint, rows, tmp_path, name):
     """One command on a terminal and in its own process; the others' questions would read the same answers."""
-    places = {"custom_code_checkpoint": custom_code_checkpoint, "rows": rows, "out": tmp_path / "out"}
+    places = {
+        "custom_code_checkpoint": custom_code_checkpoint,
+        "rows": rows,
+        "out": tmp_path / "out",
+    }
     words = [w.format(**places) for w in COMMANDS[name]]
     if name == "gptq":
         master, slave = pty.openpty()
         os.write(master, b"y\ny\ny\n")
         command = [sys.executable, "-m", "annie_quant", *words]
-        done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        done = subprocess.run(
+            command, stdin=slave, capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
         os.close(slave)
         os.close(master)
     else:

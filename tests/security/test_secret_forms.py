@@ -41,7 +41,13 @@ def test_tokens_are_refused_or_masked_by_their_length(prefix, size, refused, tmp
 
 @pytest.mark.parametrize(
     "text",
-    ["ask-me-anything-about-the-token", "task-force-of-the-quantization", "hf_hub", "npm_config_cache", "AIzawa"],
+    [
+        "ask-me-anything-about-the-token",
+        "task-force-of-the-quantization",
+        "hf_hub",
+        "npm_config_cache",
+        "AIzawa",
+    ],
 )
 def test_ordinary_text_is_neither(text):
     assert not certain(text) and Scanner().masked(text) == text

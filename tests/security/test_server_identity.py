@@ -21,14 +21,23 @@ PAGES = {
     "an id is a list": ("/v1/models", b'{"data": [{"id": ["m"]}]}'),
     "an id of 900,000 characters": ("/v1/models", b'{"data": [{"id": "' + b"x" * 900_000 + b'"}]}'),
     "meta is a list": ("/v1/models", b'{"data": [{"id": "m", "meta": [1]}]}'),
-    "a number of 4,000 digits": ("/v1/models", b'{"data": [{"id": "m", "meta": {"n_params": ' + DIGITS + b"}}]}"),
-    "a length of 4,000 digits": ("/v1/models", b'{"data": [{"id": "m", "max_model_len": ' + DIGITS + b"}]}"),
+    "a number of 4,000 digits": (
+        "/v1/models",
+        b'{"data": [{"id": "m", "meta": {"n_params": ' + DIGITS + b"}}]}",
+    ),
+    "a length of 4,000 digits": (
+        "/v1/models",
+        b'{"data": [{"id": "m", "max_model_len": ' + DIGITS + b"}]}",
+    ),
     "half a surrogate pair": ("/v1/models", b'{"data": [{"id": "\\ud800"}]}'),
     "props is a list": ("/props", b"[1]"),
     "a template is an object": ("/props", b'{"chat_template": {"a": 1}}'),
     "settings are text": ("/props", b'{"default_generation_settings": "x"}'),
     "sampling is a number": ("/props", b'{"default_generation_settings": {"params": 5}}'),
-    "samplers are objects": ("/props", b'{"default_generation_settings": {"params": {"samplers": [{"a": [1]}]}}}'),
+    "samplers are objects": (
+        "/props",
+        b'{"default_generation_settings": {"params": {"samplers": [{"a": [1]}]}}}',
+    ),
     "a build is a number": ("/props", b'{"build_info": 5}'),
     "a version is a list": ("/version", b'{"version": ["0.26"]}'),
     "no JSON": ("/props", b"<html>"),
@@ -54,7 +63,11 @@ def test_a_hostile_page_is_a_caveat(name):
     path, body = PAGES[name]
 
     def respond(connection, request):
-        page = body if request.split(b" ", 2)[1].decode() == path else GOOD[request.split(b" ", 2)[1].decode()]
+        page = (
+            body
+            if request.split(b" ", 2)[1].decode() == path
+            else GOOD[request.split(b" ", 2)[1].decode()]
+        )
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page))
 
     with RawServer(respond) as server:
@@ -64,7 +77,9 @@ def test_a_hostile_page_is_a_caveat(name):
     assert msgspec.json.decode(stored, type=Identity) == result
     assert json.loads(stored)
     if name not in WITHOUT_CAVEAT:
-        assert any(caveat.startswith(path) and caveat.isprintable() for caveat in result.caveats), result.caveats
+        assert any(caveat.startswith(path) and caveat.isprintable() for caveat in result.caveats), (
+            result.caveats
+        )
 
 
 def test_an_honest_server_has_no_caveats():
@@ -74,4 +89,9 @@ def test_an_honest_server_has_no_caveats():
 
     with RawServer(respond) as server:
         result = identity(Backend("a", f"http://127.0.0.1:{server.port}"))
-    assert (result.model, result.runtime, result.version, result.caveats) == ("m", "vllm", "0.26", [])
+    assert (result.model, result.runtime, result.version, result.caveats) == (
+        "m",
+        "vllm",
+        "0.26",
+        [],
+    )

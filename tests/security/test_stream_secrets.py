@@ -75,7 +75,9 @@ def test_only_this_client_uses_http():
     others = ("urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "ftplib")
     for path in sorted(Path(aq.__file__).parent.rglob("*.py")):
         text = path.read_text()
-        clients = [name for name in others if f"import {name}\n" in text or f"from {name} import" in text]
+        clients = [
+            name for name in others if f"import {name}\n" in text or f"from {name} import" in text
+        ]
         assert clients == (["aiohttp"] if path == proxy else []), path
 
 
@@ -98,7 +100,11 @@ def variants() -> dict[str, str]:
 
 def leaked(stored: str) -> list[str]:
     """Return the encodings that a reader of the text would find: each complete, and its first 20 characters."""
-    return [name for name, v in variants().items() if name != "base64 in a text" and v[:20].lower() in stored.lower()]
+    return [
+        name
+        for name, v in variants().items()
+        if name != "base64 in a text" and v[:20].lower() in stored.lower()
+    ]
 
 
 FIELDS = {
@@ -170,7 +176,10 @@ def _collect(texts: dict[str, str], raw: bytes) -> None:
         if isinstance(value, str):
             texts[path] = texts.get(path, "") + value
         elif isinstance(value, (dict, list)):
-            stack += [(f"{path}/{k}", v) for k, v in (value.items() if isinstance(value, dict) else enumerate(value))]
+            stack += [
+                (f"{path}/{k}", v)
+                for k, v in (value.items() if isinstance(value, dict) else enumerate(value))
+            ]
 
 
 def test_an_escaped_echo_in_an_error_page_is_masked():
@@ -189,7 +198,11 @@ def test_an_escaped_echo_in_an_error_page_is_masked():
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(before=st.binary(max_size=40), after=st.binary(max_size=40), secret=st.binary(min_size=8, max_size=64))
+@given(
+    before=st.binary(max_size=40),
+    after=st.binary(max_size=40),
+    secret=st.binary(min_size=8, max_size=64),
+)
 def test_complete_secrets_are_found_and_short_texts_are_not(before, after, secret):
     text = before + secret + after
     covered = bytearray(text)
@@ -208,11 +221,13 @@ def test_a_benchmark_of_such_a_server_stores_no_key(tmp_path, monkeypatch):
 
     def respond(connection, request) -> None:
         if request.startswith(b"GET"):
-            connection.sendall(plain(json.dumps({"data": [{"id": f"model-{KEY}"}], "build_info": KEY}).encode()))
-        else:
-            stream([*(event({"content": c}) for c in f"Your key is {KEY}."), event({}, "stop"), DONE])(
-                connection, request
+            connection.sendall(
+                plain(json.dumps({"data": [{"id": f"model-{KEY}"}], "build_info": KEY}).encode())
             )
+        else:
+            stream(
+                [*(event({"content": c}) for c in f"Your key is {KEY}."), event({}, "stop"), DONE]
+            )(connection, request)
 
     workload = tmp_path / "one.json"
     workload.write_text(json.dumps({"name": "one", "gates": ["non_empty"], "max_tokens": 9, "temperature": 0, "cases": [
@@ -227,7 +242,9 @@ def test_a_benchmark_of_such_a_server_stores_no_key(tmp_path, monkeypatch):
     CliRunner().invoke(cli, ["report", str(run)])
     assert (run / "report.html").exists()
     assert b"Your key is ****" in (run / "records.jsonl").read_bytes()
-    assert [name for name, text in bytes_of(run).items() if leaked(text.decode("utf-8", "replace"))] == []
+    assert [
+        name for name, text in bytes_of(run).items() if leaked(text.decode("utf-8", "replace"))
+    ] == []
 
 
 # ---- patience
@@ -243,7 +260,12 @@ def endless(piece: bytes):
     return respond
 
 
-ENDLESS = {"event": event({"content": "a"}), "comment": b": ping\n\n", "blank": b"\n", "body": b"x" * 4000}
+ENDLESS = {
+    "event": event({"content": "a"}),
+    "comment": b": ping\n\n",
+    "blank": b"\n",
+    "body": b"x" * 4000,
+}
 
 
 @pytest.mark.parametrize("piece", ENDLESS.values(), ids=ENDLESS)
@@ -264,14 +286,21 @@ def test_an_answer_at_its_limits_is_complete():
     pieces = [event({"content": "a"})] * 8 + [event({}, "stop"), DONE]
     with RawServer(stream(pieces)) as server:
         exact = {"max_answer_bytes": sum(map(len, pieces)), "max_answer_events": len(pieces)}
-        assert aq.stream.run([Request(server.url, json={})], **exact).records()[0]["text"] == "a" * 8
+        assert (
+            aq.stream.run([Request(server.url, json={})], **exact).records()[0]["text"] == "a" * 8
+        )
         for name in exact:
             less = exact | {name: exact[name] - 1}
-            assert aq.stream.run([Request(server.url, json={})], **less).records()[0]["cause"] == "answer_too_large"
+            assert (
+                aq.stream.run([Request(server.url, json={})], **less).records()[0]["cause"]
+                == "answer_too_large"
+            )
 
 
 def drip(connection: socket.socket, request: bytes) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
+    connection.sendall(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+    )
     while True:
         connection.sendall(b" ")
         time.sleep(0.1)

@@ -27,7 +27,9 @@ HOSTILE = [
 
 def steers(text: str) -> list[str]:
     return [
-        c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c not in "\n\t"
+        c
+        for c in text
+        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c not in "\n\t"
     ]
 
 
@@ -48,7 +50,9 @@ def screen(monkeypatch):
     """A console on a terminal of 200 columns."""
     out = io.StringIO()
     terminal = TerminalConsole()
-    terminal.err = terminal.out = Rich(file=out, force_terminal=True, width=200, color_system=None, highlight=False)
+    terminal.err = terminal.out = Rich(
+        file=out, force_terminal=True, width=200, color_system=None, highlight=False
+    )
     terminal.text = out.getvalue
     return terminal
 
@@ -73,7 +77,9 @@ def test_all_that_the_console_prints(screen, hostile):
 
 def test_messages_of_errors_are_one_printable_line():
     error = AnnieError("a\x1b[31m\nb" + "x" * 5000, "do\x1b]0;t\x07 it")
-    assert error.message.isprintable() and len(error.message) <= 2000 and str(error) == error.message
+    assert (
+        error.message.isprintable() and len(error.message) <= 2000 and str(error) == error.message
+    )
     assert error.hint == "do it"
 
 

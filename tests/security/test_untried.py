@@ -54,6 +54,8 @@ print(ended)
 def test_the_vllm_product_checks_shapes_and_types():
     """Each combination returns or raises an ordinary error: no crash."""
     pytest.importorskip("torch", reason="the quantize extra is not installed")
-    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-1000:]
     assert int(done.stdout) == 8 * 7 * 6 * 4 * 2

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from randomised import examples
 from stream_server import RawServer, chunk
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 from annie_quant.stream import decode  # noqa: E402
@@ -23,12 +25,18 @@ LIMIT = 1 << 24
 
 
 def named(kind: str, **fields) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, **fields}).encode())
+    return b"event: %b\ndata: %b\n\n" % (
+        kind.encode(),
+        json.dumps({"type": kind, **fields}).encode(),
+    )
 
 
 def line(**fields) -> bytes:
     return (
-        json.dumps({"model": "m", "created_at": "2026-11-22T10:00:00Z", **fields}, ensure_ascii=False).encode() + b"\n"
+        json.dumps(
+            {"model": "m", "created_at": "2026-11-22T10:00:00Z", **fields}, ensure_ascii=False
+        ).encode()
+        + b"\n"
     )
 
 
@@ -84,12 +92,25 @@ OLLAMA = [
 COMPLETIONS = [
     b"data: %b\n\n" % json.dumps(chunk).encode()
     for chunk in (
-        {"object": "text_completion", "choices": [{"index": 0, "text": "I will", "finish_reason": None}]},
-        {"object": "text_completion", "choices": [{"index": 0, "text": " search.", "finish_reason": None}]},
-        {"object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]},
+        {
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": "I will", "finish_reason": None}],
+        },
+        {
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": " search.", "finish_reason": None}],
+        },
+        {
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": "", "finish_reason": "stop"}],
+        },
         {
             "choices": [],
-            "usage": {"prompt_tokens": 30, "completion_tokens": 21, "prompt_tokens_details": {"cached_tokens": 20}},
+            "usage": {
+                "prompt_tokens": 30,
+                "completion_tokens": 21,
+                "prompt_tokens_details": {"cached_tokens": 20},
+            },
         },
     )
 ] + [b"data: [DONE]\n\n"]
@@ -100,7 +121,8 @@ STREAMS = {"messages": (SSE, MESSAGES), "responses": (SSE, RESPONSES), "ollama":
 def record_of(content_type: str, pieces: list[bytes]) -> dict:
     def respond(connection, request: bytes) -> None:
         connection.sendall(
-            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % content_type.encode()
+            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\n\r\n"
+            % content_type.encode()
         )
         for piece in pieces:
             connection.sendall(chunk(piece))
@@ -114,11 +136,21 @@ def record_of(content_type: str, pieces: list[bytes]) -> dict:
 def test_an_answer_is_the_same_record(api: str) -> None:
     record = record_of(*STREAMS[api])
     assert record["error"] is None and record["warnings"] == [], record
-    assert record["text"] == "I will search." and record["reasoning"] == "Let me" and record["model"] == "m"
-    assert [(c["name"], json.loads(c["arguments"])) for c in record["tool_calls"]] == [("find", {"q": "é"})]
+    assert (
+        record["text"] == "I will search."
+        and record["reasoning"] == "Let me"
+        and record["model"] == "m"
+    )
+    assert [(c["name"], json.loads(c["arguments"])) for c in record["tool_calls"]] == [
+        ("find", {"q": "é"})
+    ]
     assert record["finish_reason"] == "tool_calls" and record["done_ms"] > 0
     order = [record[f"first_{name}_ms"] for name in ("reasoning", "content", "tool")]
-    assert record["first_event_ms"] <= order[0] and order == sorted(order) and order[2] <= record["last_token_ms"]
+    assert (
+        record["first_event_ms"] <= order[0]
+        and order == sorted(order)
+        and order[2] <= record["last_token_ms"]
+    )
     assert record["completion_tokens"] == 21 and not record["tokens_estimated"]
     assert record["usage"]["prompt_tokens"] == 30
     assert record["cached_tokens"] == (None if api == "ollama" else 20)
@@ -126,8 +158,16 @@ def test_an_answer_is_the_same_record(api: str) -> None:
 
 def test_plain_completions() -> None:
     record = record_of(SSE, COMPLETIONS)
-    assert record["text"] == "I will search." and record["finish_reason"] == "stop" and record["error"] is None
-    assert record["completion_tokens"] == 21 and record["cached_tokens"] == 20 and record["token_events"] == 2
+    assert (
+        record["text"] == "I will search."
+        and record["finish_reason"] == "stop"
+        and record["error"] is None
+    )
+    assert (
+        record["completion_tokens"] == 21
+        and record["cached_tokens"] == 20
+        and record["token_events"] == 2
+    )
 
 
 def test_ollamas_own_times_have_llama_cpps_names() -> None:
@@ -148,14 +188,19 @@ def test_errors_inside_the_stream() -> None:
         SSE: [
             named("error", error={"type": "overloaded_error", "message": "Overloaded"}),
             named("error", code="server_error", message="Overloaded", param=None),
-            named("response.failed", response={"status": "failed", "error": {"code": "x", "message": "Overloaded"}}),
+            named(
+                "response.failed",
+                response={"status": "failed", "error": {"code": "x", "message": "Overloaded"}},
+            ),
         ],
         NDJSON: [json.dumps({"error": "Overloaded"}).encode() + b"\n"],
     }
     for content_type, events in errors.items():
         for event in events:
             record = record_of(content_type, [event])
-            assert record["cause"] == "server_error" and "Overloaded" in record["error"], record["error"]
+            assert record["cause"] == "server_error" and "Overloaded" in record["error"], record[
+                "error"
+            ]
 
 
 def test_lengths_that_end_an_answer() -> None:
@@ -167,22 +212,35 @@ def test_lengths_that_end_an_answer() -> None:
         "usage": {"output_tokens": 8},
     }
     assert (
-        record_of(SSE, [*RESPONSES[:7], named("response.incomplete", response=response)])["finish_reason"] == "length"
+        record_of(SSE, [*RESPONSES[:7], named("response.incomplete", response=response)])[
+            "finish_reason"
+        ]
+        == "length"
     )
     assert (
-        record_of(NDJSON, [*OLLAMA[:3], line(done=True, done_reason="length", eval_count=8)])["finish_reason"]
+        record_of(NDJSON, [*OLLAMA[:3], line(done=True, done_reason="length", eval_count=8)])[
+            "finish_reason"
+        ]
         == "length"
     )
 
 
 def test_a_tool_call_that_has_no_pieces() -> None:
-    item = {"type": "function_call", "id": "fc", "call_id": "t1", "name": "find", "arguments": '{"q":1}'}
+    item = {
+        "type": "function_call",
+        "id": "fc",
+        "call_id": "t1",
+        "name": "find",
+        "arguments": '{"q":1}',
+    }
     events = [
         named("response.output_item.added", output_index=0, item=item | {"arguments": ""}),
         named("response.output_item.done", output_index=0, item=item),
         RESPONSES[-1],
     ]
-    assert record_of(SSE, events)["tool_calls"] == [{"id": "t1", "name": "find", "arguments": '{"q":1}'}]
+    assert record_of(SSE, events)["tool_calls"] == [
+        {"id": "t1", "name": "find", "arguments": '{"q":1}'}
+    ]
 
 
 # ---- newline-delimited JSON in the C framer
@@ -190,13 +248,23 @@ def test_a_tool_call_that_has_no_pieces() -> None:
 
 def lines_of(body: bytes) -> list[bytes]:
     """The data of each whole line that is not blank, without the framer."""
-    return [t for part in body.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:-1] if (t := part.rstrip(b"\r \t"))]
+    return [
+        t
+        for part in body.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:-1]
+        if (t := part.rstrip(b"\r \t"))
+    ]
 
 
 def framed(reads: tuple[bytes, ...]) -> list[bytes]:
     rows = _stream.cut(reads, LIMIT, True)
-    assert b"".join(row[-1] for row in rows) == b"".join(reads), "every byte comes out once, in order"
-    return [raw[start : start + size] for kind, _, _, start, size, raw in rows if kind in (decode.DATA, decode.DONE)]
+    assert b"".join(row[-1] for row in rows) == b"".join(reads), (
+        "every byte comes out once, in order"
+    )
+    return [
+        raw[start : start + size]
+        for kind, _, _, start, size, raw in rows
+        if kind in (decode.DATA, decode.DONE)
+    ]
 
 
 BODIES = [
@@ -218,7 +286,18 @@ def test_lines_at_every_split(body: bytes) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            [b"{", b"}", b"\n", b"\r", b"\r\n", b" ", b"data: x", b'"\xc3\xa9"', b"\xef\xbb\xbf", b"[DONE]"]
+            [
+                b"{",
+                b"}",
+                b"\n",
+                b"\r",
+                b"\r\n",
+                b" ",
+                b"data: x",
+                b'"\xc3\xa9"',
+                b"\xef\xbb\xbf",
+                b"[DONE]",
+            ]
         )
     ),
     st.lists(st.integers(0, 40), max_size=5),
@@ -231,7 +310,8 @@ def test_any_lines_in_any_reads(pieces: list[bytes], cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content_type", [NDJSON, "application/ndjson", "application/jsonl", "Application/JSONL; charset=utf-8"]
+    "content_type",
+    [NDJSON, "application/ndjson", "application/jsonl", "Application/JSONL; charset=utf-8"],
 )
 def test_each_name_of_newline_delimited_json_is_a_stream(content_type: str) -> None:
     record = record_of(content_type, OLLAMA)
@@ -259,17 +339,27 @@ def test_a_field_of_any_type_gives_a_record(pieces: list[bytes], data: st.DataOb
     parent = value
     while True:
         key = data.draw(
-            st.sampled_from(sorted(parent)) if isinstance(parent, dict) else st.integers(0, len(parent) - 1)
+            st.sampled_from(sorted(parent))
+            if isinstance(parent, dict)
+            else st.integers(0, len(parent) - 1)
         )
         inner = parent[key]
         if isinstance(inner, (dict, list)) and inner and data.draw(st.booleans()):
             parent = inner
             continue
-        parent[key] = data.draw(st.sampled_from([None, -1, 1e300, "x", [], {}, [1], {"a": 1}, True, 10**30]))
+        parent[key] = data.draw(
+            st.sampled_from([None, -1, 1e300, "x", [], {}, [1], {"a": 1}, True, 10**30])
+        )
         break
     changed = [*pieces[:at], json.dumps(value).encode(), *pieces[at + 1 :]]
-    frames = [decode.Frame(i + 1, decode.DATA, 0, i, b, b.split(b"data: ")[-1].strip()) for i, b in enumerate(changed)]
+    frames = [
+        decode.Frame(i + 1, decode.DATA, 0, i, b, b.split(b"data: ")[-1].strip())
+        for i, b in enumerate(changed)
+    ]
     answer = decode.read_answer(frames)
     times = decode.token_times(answer, 0)
-    assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning)) and times.completion_tokens >= 0
+    assert (
+        all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
+        and times.completion_tokens >= 0
+    )
     json.dumps([answer.usage, answer.server_timings, answer.model, answer.finish_reason])

@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from stream_server import HEAD, HELLO, RawServer, chunk, event, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -33,11 +35,17 @@ def test_cancelling_the_warm_up_cancels_the_run() -> None:
         cancel = aq.stream.Cancel()
         threading.Timer(0.1, cancel.cancel).start()
         began = time.monotonic()
-        timings = aq.stream.run([Request(server.url)] * 3, warmup=[Request(server.url)] * 2, cancel=cancel)
+        timings = aq.stream.run(
+            [Request(server.url)] * 3, warmup=[Request(server.url)] * 2, cancel=cancel
+        )
         assert time.monotonic() - began < 3.5, "before the server answers"
-        assert [r["cause"] for r in timings.records()] == ["not_started"] * 3 and len(server.requests) == 1
+        assert [r["cause"] for r in timings.records()] == ["not_started"] * 3 and len(
+            server.requests
+        ) == 1
         again = aq.stream.run([Request(server.url)], cancel=cancel)
-        assert again.records()[0]["cause"] == "not_started" and len(server.requests) == 1, "it stays cancelled"
+        assert again.records()[0]["cause"] == "not_started" and len(server.requests) == 1, (
+            "it stays cancelled"
+        )
         cancel.close()
 
 

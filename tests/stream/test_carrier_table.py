@@ -13,7 +13,9 @@ import pytest
 from paths import ROOT
 from stream_server import DONE, HELLO, chunk, event
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 from carriers import NAMES, Answer, Carrier  # noqa: E402
 
@@ -80,7 +82,9 @@ def stamped(carrier: Carrier) -> str:
     with carrier.server(respond) as server:
         timings = carrier.run(server, [{"json": {}}])
     rows = timings.events[timings.events["kind"] == 1]
-    return "yes" if (rows["kernel_ns"][:3] != 0).sum() >= 2 else "no"  # libcurl may read more than was stamped
+    return (
+        "yes" if (rows["kernel_ns"][:3] != 0).sum() >= 2 else "no"
+    )  # libcurl may read more than was stamped
 
 
 def outcome(carrier: Carrier, answer: bytes | Answer) -> str:
@@ -99,7 +103,12 @@ def outcome(carrier: Carrier, answer: bytes | Answer) -> str:
 
 def head_of(size: int) -> Answer:
     return Answer(
-        200, [("Content-Type", "text/event-stream"), *((f"X-{i}", "x" * 100) for i in range(size // 107))], list(HELLO)
+        200,
+        [
+            ("Content-Type", "text/event-stream"),
+            *((f"X-{i}", "x" * 100) for i in range(size // 107)),
+        ],
+        list(HELLO),
     )
 
 
@@ -125,20 +134,32 @@ def after_extra_bytes(carrier: Carrier) -> str:
 PROBES: dict[str, Callable[[Carrier], str]] = {
     "connections for three requests, one after the other": connections,
     "connections for three requests at the same time": lambda c: connections(c, 3),
-    "connections for three requests with fresh_connections": lambda c: connections(c, fresh_connections=True),
-    "sendings of a request whose reused connection ends before its answer": lambda c: sendings(c, 2),
+    "connections for three requests with fresh_connections": lambda c: connections(
+        c, fresh_connections=True
+    ),
+    "sendings of a request whose reused connection ends before its answer": lambda c: sendings(
+        c, 2
+    ),
     "sendings of a request whose new connection ends before its answer": lambda c: sendings(c, 1),
     "requests sent to the target of a redirect": redirected,
     "kernel stamps of events": stamped,
     "a head of 200 KB": lambda c: outcome(c, head_of(200_000)),
     "a head of 300 KB": lambda c: outcome(c, head_of(300_000)),
     "two different Content-Lengths": raw(HEAD + LENGTH + b"Content-Length: 3\r\n\r\n" + BODY),
-    "Content-Length and chunked": raw(HEAD + LENGTH + CHUNKED + b"\r\n" + chunk(BODY) + b"0\r\n\r\n"),
-    "a coding other than chunked": raw(HEAD + b"Transfer-Encoding: x, chunked\r\n\r\n" + chunk(BODY) + b"0\r\n\r\n"),
+    "Content-Length and chunked": raw(
+        HEAD + LENGTH + CHUNKED + b"\r\n" + chunk(BODY) + b"0\r\n\r\n"
+    ),
+    "a coding other than chunked": raw(
+        HEAD + b"Transfer-Encoding: x, chunked\r\n\r\n" + chunk(BODY) + b"0\r\n\r\n"
+    ),
     "a folded field": raw(HEAD + b"X-Folded: a\r\n b\r\n" + LENGTH + b"\r\n" + BODY),
     "a space before a field's colon": raw(HEAD + b"X-Space : a\r\n" + LENGTH + b"\r\n" + BODY),
-    "a chunk that ends in a bare LF": raw(HEAD + CHUNKED + b"\r\n" + b"%x\n%b\n0\n\n" % (len(BODY), BODY)),
-    "a chunk that is longer than its size": raw(HEAD + CHUNKED + b"\r\n" + b"5\r\n%b\r\n0\r\n\r\n" % BODY),
+    "a chunk that ends in a bare LF": raw(
+        HEAD + CHUNKED + b"\r\n" + b"%x\n%b\n0\n\n" % (len(BODY), BODY)
+    ),
+    "a chunk that is longer than its size": raw(
+        HEAD + CHUNKED + b"\r\n" + b"5\r\n%b\r\n0\r\n\r\n" % BODY
+    ),
     "an answer without a status line": raw(BODY),
     "an answer that is followed by other bytes": raw(HEAD + LENGTH + b"\r\n" + BODY + b"extra"),
     "requests on a connection after such an answer": after_extra_bytes,

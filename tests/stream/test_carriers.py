@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 from stream_server import HEAD, HELLO, RawServer, chunk, event, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -71,14 +73,20 @@ def tunnel(target: int, answer: bytes, delay_s: float) -> socket.socket:
     return listener
 
 
-def through(answer: bytes, tls_server: ssl.SSLContext, delay_s: float = 0.0, **options) -> aq.stream.Timings:
+def through(
+    answer: bytes, tls_server: ssl.SSLContext, delay_s: float = 0.0, **options
+) -> aq.stream.Timings:
     with RawServer(slow, tls=tls_server) as server, tunnel(server.port, answer, delay_s) as proxy:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        return aq.stream.run([Request(server.url, json={})], proxy=address, verify_tls=False, **options)
+        return aq.stream.run(
+            [Request(server.url, json={})], proxy=address, verify_tls=False, **options
+        )
 
 
 @pytest.mark.parametrize("kernel_stamps", [True, False])
-def test_the_first_byte_through_a_proxy_is_the_origins(kernel_stamps: bool, tls_server: ssl.SSLContext) -> None:
+def test_the_first_byte_through_a_proxy_is_the_origins(
+    kernel_stamps: bool, tls_server: ssl.SSLContext
+) -> None:
     """CONNECT is answered at once, the origin after 0.4 s."""
     answer = b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n"
     timings = through(answer, tls_server, delay_s=0.1, kernel_stamps=kernel_stamps)
@@ -90,10 +98,12 @@ def test_the_first_byte_through_a_proxy_is_the_origins(kernel_stamps: bool, tls_
 
 
 def test_a_proxy_that_refuses(tls_server: ssl.SSLContext) -> None:
-    record = through(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n", tls_server).records()[
-        0
-    ]
-    assert record["cause"] == "proxy" and "407" in record["error"] and record["first_byte_ms"] is None
+    record = through(
+        b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n", tls_server
+    ).records()[0]
+    assert (
+        record["cause"] == "proxy" and "407" in record["error"] and record["first_byte_ms"] is None
+    )
 
 
 # ---- heads and trailers
@@ -101,12 +111,20 @@ def test_a_proxy_that_refuses(tls_server: ssl.SSLContext) -> None:
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("body", [BODY, b""], ids=["body", "no body"])
-def test_trailers_do_not_replace_headers(carrier: str, body: bytes, tls_server: ssl.SSLContext) -> None:
+def test_trailers_do_not_replace_headers(
+    carrier: str, body: bytes, tls_server: ssl.SSLContext
+) -> None:
     trailers = b"0\r\nServer: trailer\r\nDate: never\r\nX-Sum: 1\r\n\r\n"
-    answer = HEAD.replace(b"\r\n\r\n", b"\r\nServer: head\r\n\r\n") + (chunk(body) if body else b"") + trailers
+    answer = (
+        HEAD.replace(b"\r\n\r\n", b"\r\nServer: head\r\n\r\n")
+        + (chunk(body) if body else b"")
+        + trailers
+    )
 
     with server_of(
-        carrier, tls_server, lambda c, r: c.sendall(b"HTTP/1.1 103 x\r\nServer: hint\r\n\r\n" + answer)
+        carrier,
+        tls_server,
+        lambda c, r: c.sendall(b"HTTP/1.1 103 x\r\nServer: hint\r\n\r\n" + answer),
     ) as server:
         timings = aq.stream.run([Request(server.url)] * 2, verify_tls=False)
     for i, record in enumerate(timings.records()):
@@ -116,13 +134,18 @@ def test_trailers_do_not_replace_headers(carrier: str, body: bytes, tls_server: 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_heads_whose_lines_end_in_lf(carrier: str, tls_server: ssl.SSLContext) -> None:
-    answer = b"HTTP/1.1 200 OK\nServer: bare\nContent-Type: text/event-stream\nContent-Length: %d\n\n%b" % (
-        len(BODY),
-        BODY,
+    answer = (
+        b"HTTP/1.1 200 OK\nServer: bare\nContent-Type: text/event-stream\nContent-Length: %d\n\n%b"
+        % (
+            len(BODY),
+            BODY,
+        )
     )
     with server_of(carrier, tls_server, lambda c, r: c.sendall(answer)) as server:
         timings = aq.stream.run([Request(server.url)], verify_tls=False)
-    assert timings.records()[0]["text"] == "Hello there." and timings.records()[0]["server"] == "bare"
+    assert (
+        timings.records()[0]["text"] == "Hello there." and timings.records()[0]["server"] == "bare"
+    )
     assert timings.headers(0) == {
         "server": "bare",
         "content-type": "text/event-stream",
@@ -136,14 +159,20 @@ def test_a_head_that_is_too_large_is_one_record(carrier: str, tls_server: ssl.SS
         if b"/large" in request:
             with contextlib.suppress(OSError):
                 for _ in range(40):
-                    connection.sendall(b"HTTP/1.1 103 x\r\n" + b"X-Padding: %b\r\n" % (b"x" * 50_000) * 4 + b"\r\n")
+                    connection.sendall(
+                        b"HTTP/1.1 103 x\r\n" + b"X-Padding: %b\r\n" % (b"x" * 50_000) * 4 + b"\r\n"
+                    )
         else:
             stream(HELLO)(connection, request)
 
     with server_of(carrier, tls_server, respond) as server:
         large = server.url.replace("/v1", "/large")
-        records = aq.stream.run([Request(u) for u in (server.url, large, server.url)], verify_tls=False).records()
-    assert [r["cause"] for r in records] == [None, "protocol", None] and "large" in records[1]["error"]
+        records = aq.stream.run(
+            [Request(u) for u in (server.url, large, server.url)], verify_tls=False
+        ).records()
+    assert [r["cause"] for r in records] == [None, "protocol", None] and "large" in records[1][
+        "error"
+    ]
 
 
 # ---- libcurl
@@ -176,12 +205,24 @@ RUN = """
 """
 
 
-def run_preloaded(folder: Path, source: str, urls: list[str], options: dict, **environment: str) -> list[list]:
+def run_preloaded(
+    folder: Path, source: str, urls: list[str], options: dict, **environment: str
+) -> list[list]:
     if not shutil.which("gcc"):
         pytest.skip("gcc builds the preloaded library, and it is not installed")
     (folder / "shim.c").write_text(source)
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-O1", str(folder / "shim.c"), "-o", str(folder / "shim.so"), "-ldl"], check=True
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            str(folder / "shim.c"),
+            "-o",
+            str(folder / "shim.so"),
+            "-ldl",
+        ],
+        check=True,
     )
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUN), json.dumps(options), *urls],
@@ -194,17 +235,27 @@ def run_preloaded(folder: Path, source: str, urls: list[str], options: dict, **e
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("option", "name"), [(84, "HTTP_VERSION"), (10065, "CAINFO"), (10015, None)])
+@pytest.mark.parametrize(
+    ("option", "name"), [(84, "HTTP_VERSION"), (10065, "CAINFO"), (10015, None)]
+)
 def test_an_option_that_libcurl_refuses_is_an_error(
     option: int, name: str | None, tls_server: ssl.SSLContext, tmp_path: Path
 ) -> None:
     """HTTP/2 was requested: without it the run would measure HTTP/1.1. The last option is not set for this request."""
     with RawServer(stream(HELLO), tls=tls_server) as server:
         ((text, cause, error, _),) = run_preloaded(
-            tmp_path, SETOPT, [server.url], {"http": "2", "ca_file": "/nowhere"}, REFUSED_OPTION=str(option)
+            tmp_path,
+            SETOPT,
+            [server.url],
+            {"http": "2", "ca_file": "/nowhere"},
+            REFUSED_OPTION=str(option),
         )
     if name:
-        assert cause == "protocol" and f"this libcurl refuses CURLOPT_{name}" in error and server.connections == 0
+        assert (
+            cause == "protocol"
+            and f"this libcurl refuses CURLOPT_{name}" in error
+            and server.connections == 0
+        )
     else:
         assert cause == "tls" or text == "Hello there."
 
@@ -251,7 +302,9 @@ def test_the_state_of_a_closed_socket_is_not_used_for_the_next(tmp_path: Path) -
     """A connection that was closed frees its descriptor; libcurl's resolver then opens a socket pair with this number."""
     with RawServer(stream(HELLO)) as server:
         urls = [server.url, server.url.replace("127.0.0.1", "one.test")] * 4
-        answers = run_preloaded(tmp_path, NAMES, urls, {"fresh_connections": True, "concurrency": 1})
+        answers = run_preloaded(
+            tmp_path, NAMES, urls, {"fresh_connections": True, "concurrency": 1}
+        )
     assert [a[0] for a in answers] == ["Hello there."] * 8
 
 
@@ -274,7 +327,9 @@ def two_addresses():
         yield server
 
 
-def test_the_second_address_is_tried_while_the_first_is_silent(two_addresses: RawServer, tmp_path: Path) -> None:
+def test_the_second_address_is_tried_while_the_first_is_silent(
+    two_addresses: RawServer, tmp_path: Path
+) -> None:
     url = two_addresses.url.replace("127.0.0.1", "two.test")
     ((text, cause, error, e2e_ms),) = run_preloaded(tmp_path, NAMES, [url], {})
     assert (text, cause) == ("Hello there.", None) and 150 < e2e_ms < 2000, error
@@ -289,14 +344,19 @@ STREAMS, EVENTS = 16, 20
 
 
 def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+    )
 
 
 class Burst(RawServer):
     """Sends the events of all streams in bursts, each with the time at which it was sent."""
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), self.tls.wrap_socket(connection, server_side=True) as secure:
+        with (
+            contextlib.suppress(OSError),
+            self.tls.wrap_socket(connection, server_side=True) as secure,
+        ):
             source, numbers = secure.makefile("rb"), []
             source.read(24)
             secure.sendall(frame(SETTINGS, 0, 0))
@@ -312,7 +372,9 @@ class Burst(RawServer):
             for _ in range(EVENTS):
                 time.sleep(0.02)
                 for number in numbers:
-                    secure.sendall(frame(DATA, 0, number, event({"content": str(time.monotonic_ns())})))
+                    secure.sendall(
+                        frame(DATA, 0, number, event({"content": str(time.monotonic_ns())}))
+                    )
             for number in numbers:
                 secure.sendall(frame(DATA, END_STREAM, number, b"data: [DONE]\n\n"))
             time.sleep(0.5)
@@ -332,15 +394,25 @@ def test_events_of_one_http_2_connection_have_kernel_stamps(certificate: Path) -
         rows = timings.events[timings.events["kind"] == 1]
         sent = [json.loads(timings.raw(i)[6:]) for i in np.flatnonzero(timings.events["kind"] == 1)]
         sent = np.array([int(s["choices"][0]["delta"]["content"]) for s in sent])
-        assert len(sent) == STREAMS * EVENTS and {r["http_version"] for r in timings.records()} == {"2"}
+        assert len(sent) == STREAMS * EVENTS and {r["http_version"] for r in timings.records()} == {
+            "2"
+        }
         known = rows["kernel_ns"] != 0
-        assert ((rows["kernel_ns"] - sent)[known] > -50_000).all(), "the clocks' distance is known to some µs"
-        assert (rows["user_ns"] - sent).min() > -50_000 and (rows["user_ns"] >= rows["kernel_ns"]).all()
+        assert ((rows["kernel_ns"] - sent)[known] > -50_000).all(), (
+            "the clocks' distance is known to some µs"
+        )
+        assert (rows["user_ns"] - sent).min() > -50_000 and (
+            rows["user_ns"] >= rows["kernel_ns"]
+        ).all()
         assert not (known & ((rows["flags"] & 8) != 0)).any()
         for request in range(STREAMS):
             mine = timings.events[timings.events["request"] == request]
             assert (np.diff(mine["user_ns"]) >= 0).all()
-            same = np.flatnonzero((np.diff(mine["user_ns"]) == 0) & (mine["kind"][1:] == 1) & (mine["kind"][:-1] == 1))
-            assert (mine["flags"][same] & 1).all() and (mine["flags"][same + 1] & 1).all(), "merged events are flagged"
+            same = np.flatnonzero(
+                (np.diff(mine["user_ns"]) == 0) & (mine["kind"][1:] == 1) & (mine["kind"][:-1] == 1)
+            )
+            assert (mine["flags"][same] & 1).all() and (mine["flags"][same + 1] & 1).all(), (
+                "merged events are flagged"
+            )
         shares.append(float(known.mean()))
     assert max(shares) > 0.5, f"few events have a kernel stamp: {shares}"

@@ -17,7 +17,9 @@ import time
 import pytest
 from stream_server import DONE, HEAD, RawServer, chunk, event
 
-pytest.importorskip("annie_quant._stream", reason="annie_quant._stream is not built: it needs libcurl's headers")
+pytest.importorskip(
+    "annie_quant._stream", reason="annie_quant._stream is not built: it needs libcurl's headers"
+)
 
 SHIM = r"""
 #define _GNU_SOURCE
@@ -94,7 +96,9 @@ CLIENT = """
         print(json.dumps([rows, [r["e2e_ms"] for r in timings.records()], timings.origin_ns]))
 """
 STEPS = [
-    (by_ns, before) for by_ns in (3600_000_000_000, -3600_000_000_000, 50_000_000, -50_000_000) for before in (0, 1)
+    (by_ns, before)
+    for by_ns in (3600_000_000_000, -3600_000_000_000, 50_000_000, -50_000_000)
+    for before in (0, 1)
 ]
 
 
@@ -107,12 +111,16 @@ def paced(connection, request) -> None:
     connection.sendall(chunk(DONE) + b"0\r\n\r\n")
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="the stepped clock is compiled here, and gcc is not")
+@pytest.mark.skipif(
+    not shutil.which("gcc"), reason="the stepped clock is compiled here, and gcc is not"
+)
 def test_a_stepped_clock_removes_stamps_and_changes_none(tmp_path) -> None:
     """Stepped in either direction, before or after a packet arrives: no stamp is early or late, and later events have stamps."""
     (tmp_path / "shim.c").write_text(SHIM)
     shim = str(tmp_path / "shim.so")
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", str(tmp_path / "shim.c"), "-o", shim, "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", str(tmp_path / "shim.c"), "-o", shim, "-ldl"], check=True
+    )
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), shim]))
     with RawServer(paced) as server:
         done = subprocess.run(
@@ -126,7 +134,13 @@ def test_a_stepped_clock_removes_stamps_and_changes_none(tmp_path) -> None:
         assert len(rows) == 320 and all(0 < ms < 20_000 for ms in e2e_ms)
         for (user_ns, kernel_ns, _), sent_ns in zip(rows, sent, strict=True):
             assert user_ns > sent_ns > origin_ns
-            assert kernel_ns == 0 or sent_ns - 50_000 < kernel_ns <= user_ns, (by_ns, before, kernel_ns - sent_ns)
+            assert kernel_ns == 0 or sent_ns - 50_000 < kernel_ns <= user_ns, (
+                by_ns,
+                before,
+                kernel_ns - sent_ns,
+            )
         stamped = [kernel_ns != 0 for _, kernel_ns, _ in rows]
         assert not all(stamped), f"a step of {by_ns} ns was not seen"
-        assert sum(stamped) > 160 and any(stamped[-40:]), f"the stamps did not come back after {by_ns} ns"
+        assert sum(stamped) > 160 and any(stamped[-40:]), (
+            f"the stamps did not come back after {by_ns} ns"
+        )

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from stream_server import DONE, HELLO, event
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 from carriers import HTTP_1, NAMES, Answer, Carrier, result_of  # noqa: E402
 
@@ -84,8 +86,25 @@ REQUESTS = [
     {"body": b"x" * READ_BYTES},
     {"body": b"y" * (READ_BYTES + 1)},
     {"body": b"z" * 1_000_000},
-    *({"method": m} for m in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "M-SEARCH!", "get", "Post")),
-    *({"method": m, "body": b"b"} for m in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "X")),
+    *(
+        {"method": m}
+        for m in (
+            "GET",
+            "HEAD",
+            "POST",
+            "PUT",
+            "PATCH",
+            "DELETE",
+            "OPTIONS",
+            "M-SEARCH!",
+            "get",
+            "Post",
+        )
+    ),
+    *(
+        {"method": m, "body": b"b"}
+        for m in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "X")
+    ),
     *({"json": {}, "headers": {"X-Value": value, "X-Last": "end"}} for value in VALUES),
     *({"body": b"{}", "headers": {name: "v:"}} for name in NAMES_OF_FIELDS),
     {"headers": {f"X-{i}": str(i) for i in range(100)}},
@@ -97,7 +116,9 @@ REQUESTS = [
 def arrivals(carrier: Carrier) -> list[tuple]:
     with carrier.server(carrier.answer(lambda i: Answer(204, [], []))) as server:
         timings = carrier.run(server, REQUESTS)
-    assert [i for i, r in enumerate(timings.records()) if r["status"] != 204] == [], timings.records()
+    assert [i for i, r in enumerate(timings.records()) if r["status"] != 204] == [], (
+        timings.records()
+    )
     return [carrier.arrived(r) for r in server.requests]
 
 
@@ -133,13 +154,21 @@ ANSWERS = {
     },
     "no content": Answer(204, []),
     "an empty stream": Answer(chunks=[]),
-    "an error page": Answer(404, JSON, [b'{"error": {"message": "no such model"}}'], framing="length"),
-    "a server's error": Answer(503, [("Content-Type", "text/plain")], [b"overloaded\n"], framing="length"),
+    "an error page": Answer(
+        404, JSON, [b'{"error": {"message": "no such model"}}'], framing="length"
+    ),
+    "a server's error": Answer(
+        503, [("Content-Type", "text/plain")], [b"overloaded\n"], framing="length"
+    ),
     "a redirect": Answer(302, [("Location", "http://elsewhere.example/")], [], framing="length"),
     "not a stream": Answer(200, JSON, [b'{"choices": []}'], framing="length"),
     "no content type": Answer(200, [], list(HELLO)),
-    "compressed": Answer(200, [("Content-Type", "text/event-stream"), ("Content-Encoding", "gzip")], [b"\x1f\x8b"]),
-    "lines of JSON": Answer(200, [("Content-Type", "application/x-ndjson")], [b'{"a": 1}\n{"b": 2}\n']),
+    "compressed": Answer(
+        200, [("Content-Type", "text/event-stream"), ("Content-Encoding", "gzip")], [b"\x1f\x8b"]
+    ),
+    "lines of JSON": Answer(
+        200, [("Content-Type", "application/x-ndjson")], [b'{"a": 1}\n{"b": 2}\n']
+    ),
     "early hints": Answer(chunks=list(HELLO), interim=3),
     "trailers": Answer(chunks=list(HELLO), trailers=[("X-Sum", "1"), ("Server", "trailer")]),
     "fields with strange values": Answer(
@@ -155,7 +184,9 @@ ANSWERS = {
         ],
         list(HELLO),
     ),
-    "cookies": Answer(200, [("Content-Type", "text/event-stream"), ("Set-Cookie", "a=secret")], list(HELLO)),
+    "cookies": Answer(
+        200, [("Content-Type", "text/event-stream"), ("Set-Cookie", "a=secret")], list(HELLO)
+    ),
     "cut off": Answer(chunks=[event({"content": "Hel"})], framing="length", is_cut=True),
     "no finish": Answer(chunks=[event({"content": "Hel"})]),
     **{
@@ -164,7 +195,9 @@ ANSWERS = {
         for framing in ("length", "chunked")
     },
     "three reads": sized(3 * READ_BYTES, "length"),
-    "an event per read": Answer(chunks=[event({"content": str(i)}) for i in range(500)] + [event({}, "stop"), DONE]),
+    "an event per read": Answer(
+        chunks=[event({"content": str(i)}) for i in range(500)] + [event({}, "stop"), DONE]
+    ),
 }
 
 
@@ -179,14 +212,20 @@ def results(carrier: Carrier) -> dict[str, dict]:
 def test_each_carrier_reads_the_same(carrier: Carrier, plain: Carrier) -> None:
     expected, actual = results(plain), results(carrier)
     for name in ANSWERS:
-        if name == "cut off" and carrier.name == "HTTP/2":  # the end of a connection has its own name there
-            assert actual[name].pop("cause") in ("truncated", "reset") and expected[name].pop("cause")
+        if (
+            name == "cut off" and carrier.name == "HTTP/2"
+        ):  # the end of a connection has its own name there
+            assert actual[name].pop("cause") in ("truncated", "reset") and expected[name].pop(
+                "cause"
+            )
         assert expected[name] == actual[name], name
 
 
 @pytest.mark.parametrize("carrier", NAMES, indirect=True)
 def test_an_answer_that_is_cut_at_any_byte_is_the_same(carrier: Carrier) -> None:
-    answer = Answer(chunks=[event({"content": "Hi"}), event({}, "stop"), DONE], trailers=[("X-Sum", "1")])
+    answer = Answer(
+        chunks=[event({"content": "Hi"}), event({}, "stop"), DONE], trailers=[("X-Sum", "1")]
+    )
     size = len(answer.http_2(1) if carrier.name == "HTTP/2" else answer.http_1())
     with carrier.server(carrier.answer(lambda i: answer, cut=True, pause_s=0.002)) as server:
         timings = carrier.run(server, [{"json": {}}] * size, 1 if carrier.name == "HTTP/2" else 8)
@@ -197,7 +236,9 @@ def test_an_answer_that_is_cut_at_any_byte_is_the_same(carrier: Carrier) -> None
 
 
 @pytest.mark.parametrize("carrier", [n for n in NAMES if n != "HTTP/2"], indirect=True)
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Type: text/ev", b"HTTP/1.1 100 Continue\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\nContent-Type: text/ev", b"HTTP/1.1 100 Continue\r\n\r\n"]
+)
 def test_an_answer_that_ends_inside_its_head_is_truncated(carrier: Carrier, head: bytes) -> None:
     def respond(connection, *of) -> None:
         carrier.answer(lambda i: head)(connection, *of)

@@ -8,7 +8,9 @@ import time
 import pytest
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
-pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq
 from annie_quant.stream import decode
@@ -19,7 +21,12 @@ def answer_of(*bodies: bytes) -> StreamedAnswer:
     """Decode events that are one millisecond apart."""
     return decode.read_answer(
         decode.Frame(
-            (i + 1) * 1_000_000, decode.DONE if b"[DONE]" in body else decode.DATA, 0, i, body, body[6:].strip()
+            (i + 1) * 1_000_000,
+            decode.DONE if b"[DONE]" in body else decode.DATA,
+            0,
+            i,
+            body,
+            body[6:].strip(),
         )
         for i, body in enumerate(bodies)
     )
@@ -86,17 +93,26 @@ def test_each_time_is_that_of_its_event() -> None:
 def test_role_only_empty_and_usage_are_not_tokens() -> None:
     fields = decode.token_times(answer_of(*HELLO), 0)
     assert (fields.first_content_ms, fields.last_token_ms) == (2, 3)
-    assert answer_of(event({"role": "assistant", "content": ""}), event({"content": None}), DONE).token_stamps == []
+    assert (
+        answer_of(
+            event({"role": "assistant", "content": ""}), event({"content": None}), DONE
+        ).token_stamps
+        == []
+    )
 
 
 def test_a_missing_count_is_estimated_and_marked() -> None:
-    answer = answer_of(event({"content": "a"}), event({"content": "b"}), event({"content": "c"}, "stop"), DONE)
+    answer = answer_of(
+        event({"content": "a"}), event({"content": "b"}), event({"content": "c"}, "stop"), DONE
+    )
     fields = decode.token_times(answer, 0)
     assert (fields.completion_tokens, fields.tokens_estimated, fields.tpot_ms) == (3, True, 1)
 
 
 def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
-    answer = answer_of(event({"content": "a"}), event({"content": "b"}, timings={"predicted_n": 9}), DONE)
+    answer = answer_of(
+        event({"content": "a"}), event({"content": "b"}, timings={"predicted_n": 9}), DONE
+    )
     fields = decode.token_times(answer, 0)
     assert (fields.completion_tokens, fields.tokens_estimated) == (9, False)
 
@@ -105,18 +121,25 @@ def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
 def test_a_count_that_no_record_can_hold_is_unknown(cached: object) -> None:
     """A benchmark would otherwise write a record that it refuses to read again."""
     usage = {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}}
-    assert decode.cached_tokens(answer_of(event({"content": "a"}), event(usage=usage), DONE)) is None
+    assert (
+        decode.cached_tokens(answer_of(event({"content": "a"}), event(usage=usage), DONE)) is None
+    )
 
 
 def test_several_tokens_in_a_chunk_use_the_servers_count() -> None:
     answer = answer_of(
-        event({"content": "a"}), event({"content": "b c d e"}), event(usage={"completion_tokens": 5}), DONE
+        event({"content": "a"}),
+        event({"content": "b c d e"}),
+        event(usage={"completion_tokens": 5}),
+        DONE,
     )
     assert decode.token_times(answer, 0).tpot_ms == pytest.approx(1 / 4)
 
 
 def test_one_token_has_no_tpot() -> None:
-    fields = decode.token_times(answer_of(event({"content": "a"}), event(usage={"completion_tokens": 1}), DONE), 0)
+    fields = decode.token_times(
+        answer_of(event({"content": "a"}), event(usage={"completion_tokens": 1}), DONE), 0
+    )
     assert fields.tpot_ms is None and fields.decode_tok_s is None and fields.itl_ms == []
 
 
@@ -147,7 +170,9 @@ def test_completions_dialect_and_other_choices() -> None:
         (b"data: \xff\xfe\n\n", "not_json", "event 2"),
     ],
 )
-def test_an_error_in_the_stream_is_an_error_of_the_request(piece: bytes, cause: str, words: str) -> None:
+def test_an_error_in_the_stream_is_an_error_of_the_request(
+    piece: bytes, cause: str, words: str
+) -> None:
     record = record_of([event({"content": "Hi"}), piece, DONE])
     assert (record["cause"], record["text"]) == (cause, "Hi")
     assert words in record["error"]
@@ -156,8 +181,24 @@ def test_an_error_in_the_stream_is_an_error_of_the_request(piece: bytes, cause: 
 STRANGE = [
     {"choices": None},
     {"choices": [None, 3, {"delta": None}, {"delta": []}, {"index": "x", "delta": {"content": 5}}]},
-    {"choices": [{"delta": {"tool_calls": [None, {"function": None}, {"index": None, "function": {"name": 3}}]}}]},
-    {"choices": [{"delta": {"content": [{"type": "text", "text": "a"}, None]}}], "usage": [], "timings": 3},
+    {
+        "choices": [
+            {
+                "delta": {
+                    "tool_calls": [
+                        None,
+                        {"function": None},
+                        {"index": None, "function": {"name": 3}},
+                    ]
+                }
+            }
+        ]
+    },
+    {
+        "choices": [{"delta": {"content": [{"type": "text", "text": "a"}, None]}}],
+        "usage": [],
+        "timings": 3,
+    },
     {"usage": {"completion_tokens": True}},
 ]
 
@@ -169,9 +210,17 @@ def test_strange_shapes_never_raise(value: dict) -> None:
 
 
 def test_calls_that_all_have_the_index_0() -> None:
-    calls = [{"index": 0, "id": i, "function": {"name": "f", "arguments": f'{{"q":"{i}"}}'}} for i in "ab"]
-    answer = answer_of(*(event({"tool_calls": [call]}) for call in calls), event({}, "tool_calls"), DONE)
-    assert [(c.id, c.arguments) for c in answer.calls.values()] == [("a", '{"q":"a"}'), ("b", '{"q":"b"}')]
+    calls = [
+        {"index": 0, "id": i, "function": {"name": "f", "arguments": f'{{"q":"{i}"}}'}}
+        for i in "ab"
+    ]
+    answer = answer_of(
+        *(event({"tool_calls": [call]}) for call in calls), event({}, "tool_calls"), DONE
+    )
+    assert [(c.id, c.arguments) for c in answer.calls.values()] == [
+        ("a", '{"q":"a"}'),
+        ("b", '{"q":"b"}'),
+    ]
 
 
 def test_how_a_stream_may_end() -> None:
@@ -185,7 +234,11 @@ def test_how_a_stream_may_end() -> None:
     inside = record_of([content, stop, DONE, b"data: {"])
     assert inside["error"] is None and "inside an event (7 bytes left)" in inside["warnings"][0]
     assert record_of([b": ping\n\n"])["cause"] == "no_events"
-    assert record_of([DONE])["cause"] == record_of([event({"role": "assistant"}), DONE])["cause"] == "no_events"
+    assert (
+        record_of([DONE])["cause"]
+        == record_of([event({"role": "assistant"}), DONE])["cause"]
+        == "no_events"
+    )
     assert "after the end" in record_of([content, DONE, content])["warnings"][0]
 
 
@@ -218,7 +271,12 @@ def test_times_are_measured_before_decoding() -> None:
     with RawServer(respond) as server:
         timings = aq.stream.run([aq.stream.Request(server.url, json={})])
     for record in (timings.records("kernel")[0], timings.records("user")[0]):
-        assert record["first_byte_ms"] < record["first_content_ms"] < record["last_token_ms"] <= record["e2e_ms"]
+        assert (
+            record["first_byte_ms"]
+            < record["first_content_ms"]
+            < record["last_token_ms"]
+            <= record["e2e_ms"]
+        )
         assert record["first_content_ms"] >= 60 and record["itl_ms"][0] >= 29
     events = timings.events
     late_ns = events["user_ns"] - events["kernel_ns"]

@@ -18,7 +18,9 @@ import pytest
 from paths import HELPERS
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, read_request, reset, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -28,7 +30,9 @@ Request = aq.stream.Request
 def one(respond, request: dict | None = None, **options) -> dict:
     with RawServer(respond) as server:
         began = time.monotonic()
-        record = aq.stream.run([Request(server.url, json={}, **(request or {}))], **options).records()[0]
+        record = aq.stream.run(
+            [Request(server.url, json={}, **(request or {}))], **options
+        ).records()[0]
         assert time.monotonic() - began < 15, "it hung"
     return record
 
@@ -39,7 +43,9 @@ def free_port() -> int:
 
 
 def page(status: str, kind: str, body: bytes):
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
     return lambda connection, request: connection.sendall(head + body)
 
 
@@ -60,12 +66,15 @@ def test_reset_mid_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framing", "error"), [(b"Connection: close\r\n", errno.ECONNRESET), (b"Content-Length: %d\r\n", 0)]
+    ("framing", "error"),
+    [(b"Connection: close\r\n", errno.ECONNRESET), (b"Content-Length: %d\r\n", 0)],
 )
 def test_a_reset_while_the_request_is_sent(framing: bytes, error: int) -> None:
     """A reset breaks an answer that only the connection's end completes, also if the sending of the request meets it first."""
     body = b"".join(HELLO)
-    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + framing.replace(b"%d", b"%d" % len(body))
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + framing.replace(
+        b"%d", b"%d" % len(body)
+    )
 
     def serve(listener: socket.socket) -> None:
         connection = listener.accept()[0]
@@ -82,7 +91,9 @@ def test_a_reset_while_the_request_is_sent(framing: bytes, error: int) -> None:
         server.join()
     record = timings.records()[0]
     assert (record["status"], record["text"]) == (200, "Hello there.")
-    assert timings.requests["os_errno"].tolist() == [error] and timings.requests["cause"].tolist() == [int(error != 0)]
+    assert timings.requests["os_errno"].tolist() == [error] and timings.requests[
+        "cause"
+    ].tolist() == [int(error != 0)]
 
 
 def test_reset_after_done_is_a_complete_answer() -> None:
@@ -92,7 +103,11 @@ def test_reset_after_done_is_a_complete_answer() -> None:
         reset(connection)
 
     record = one(respond)
-    assert record["error"] is None and record["text"] == "Hello there." and "after [DONE]" in record["warnings"][0]
+    assert (
+        record["error"] is None
+        and record["text"] == "Hello there."
+        and "after [DONE]" in record["warnings"][0]
+    )
 
 
 def test_stall_and_whole_timeout() -> None:
@@ -103,7 +118,9 @@ def test_stall_and_whole_timeout() -> None:
     idle = one(stall, {"idle_timeout_s": 0.15})
     assert (idle["cause"], idle["text"]) == ("idle", "Hi") and 150 <= idle["e2e_ms"] < 900
     whole = one(stall, {"timeout_s": 0.15})
-    assert whole["cause"] == "timeout" and 150 <= whole["e2e_ms"] < 900 and "0.15 s" in whole["error"]
+    assert (
+        whole["cause"] == "timeout" and 150 <= whole["e2e_ms"] < 900 and "0.15 s" in whole["error"]
+    )
 
 
 def test_slow_loris() -> None:
@@ -135,17 +152,24 @@ def test_error_pages(status: str, kind: str, body: bytes, words: str) -> None:
     record = one(page(status, kind, body))
     assert record["cause"] == "http" and record["status"] == int(status[:3])
     assert (
-        record["error"].startswith(f"HTTP {status[:3]}: ") and words in record["error"] and "\n" not in record["error"]
+        record["error"].startswith(f"HTTP {status[:3]}: ")
+        and words in record["error"]
+        and "\n" not in record["error"]
     )
 
 
 def test_an_answer_that_is_not_a_stream() -> None:
     record = one(page("200 OK", "application/json", b'{"choices":[{"message":{"content":"x"}}]}'))
     assert record["cause"] == "not_a_stream" and "application/json" in record["error"]
-    assert one(page("200 OK", "application/json", b'{"error":"asleep"}'))["error"].endswith("asleep")
+    assert one(page("200 OK", "application/json", b'{"error":"asleep"}'))["error"].endswith(
+        "asleep"
+    )
     assert one(page("302 Found", "text/html", b""))["cause"] == "redirect"
     assert one(page("204 No Content", "text/event-stream", b""))["cause"] == "no_events"
-    assert one(page("200 OK", "text/event-stream", b""))["error"] == "the stream has no event (0 bytes)"
+    assert (
+        one(page("200 OK", "text/event-stream", b""))["error"]
+        == "the stream has no event (0 bytes)"
+    )
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
@@ -164,7 +188,9 @@ def test_garbage_wrong_length_and_early_close() -> None:
 
     def short(connection, request) -> None:
         body = b"".join(HELLO[:2])
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) + 10) + body)
+        connection.sendall(
+            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) + 10) + body
+        )
         connection.close()
 
     def silent(connection, request) -> None:
@@ -233,7 +259,9 @@ def test_dns_and_tls_failures(tmp_path) -> None:
     record = aq.stream.run([Request("http://no-such-host.invalid/", timeout_s=3)]).records()[0]
     assert record["cause"] in ("dns", "timeout")
     with RawServer(stream(HELLO)) as server:  # plain HTTP where TLS is expected
-        record = aq.stream.run([Request(server.url.replace("http:", "https:"), json={}, timeout_s=3)]).records()[0]
+        record = aq.stream.run(
+            [Request(server.url.replace("http:", "https:"), json={}, timeout_s=3)]
+        ).records()[0]
     assert record["cause"] in ("tls", "reset", "timeout")
 
 
@@ -277,7 +305,9 @@ def test_ctrl_c_returns_the_results_so_far() -> None:
 
     with RawServer(respond) as server:
         child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), server.url], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", textwrap.dedent(script), server.url],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert child.stdout.readline() == "ready\n"
         while server.connections < 2 or len(server.requests) < 2:
@@ -325,10 +355,15 @@ SERVER = """
 """
 
 
-@pytest.mark.parametrize(("what", "cause"), [(signal.SIGKILL, ("reset", "truncated")), (signal.SIGSTOP, ("idle",))])
+@pytest.mark.parametrize(
+    ("what", "cause"), [(signal.SIGKILL, ("reset", "truncated")), (signal.SIGSTOP, ("idle",))]
+)
 def test_a_server_killed_or_stopped(what: signal.Signals, cause: tuple[str, ...]) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVER)], cwd=HELPERS, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(SERVER)],
+        cwd=HELPERS,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         url = child.stdout.readline().strip()
@@ -348,7 +383,9 @@ def test_deadline_stops_the_run_and_is_in_the_records() -> None:
 
     with RawServer(stall) as server:
         began = time.monotonic()
-        records = aq.stream.run([Request(server.url, json={})] * 3, concurrency=1, deadline_s=0.2).records()
+        records = aq.stream.run(
+            [Request(server.url, json={})] * 3, concurrency=1, deadline_s=0.2
+        ).records()
     assert time.monotonic() - began < 10
     assert [r["cause"] for r in records] == ["deadline", "not_started", "not_started"]
 
@@ -367,14 +404,21 @@ REAL, MONO = 1_800_000_000_000_000_000, 5_000_000_000_000
             MONO,
         ),  # newer than the user stamp by less than the clock offset's uncertainty
         (REAL - MONO, REAL - MONO, 0, 0),  # no stamp
-        (REAL - MONO + 10**9, REAL - MONO, REAL - 3000, 0),  # stepped forward by one second since the last wake-up
+        (
+            REAL - MONO + 10**9,
+            REAL - MONO,
+            REAL - 3000,
+            0,
+        ),  # stepped forward by one second since the last wake-up
         (REAL - MONO - 10**9, REAL - MONO, REAL - 3000, 0),  # stepped back
         (REAL - MONO, REAL - MONO, REAL + 10**9, 0),  # a stamp from the future
         (REAL - MONO, REAL - MONO, REAL - 10**10, 0),  # a stamp from before the run
         (REAL - MONO + 400, REAL - MONO, REAL - 3000, MONO - 3400),  # NTP slewing
     ],
 )
-def test_a_step_of_the_wall_clock_never_shifts_a_stamp(offset_now, offset_before, stamp, mapped) -> None:
+def test_a_step_of_the_wall_clock_never_shifts_a_stamp(
+    offset_now, offset_before, stamp, mapped
+) -> None:
     assert _stream.map_stamp(offset_now, offset_before, stamp, MONO - 10**9, MONO) == mapped
 
 
@@ -385,7 +429,9 @@ def test_secrets_are_nowhere(tmp_path) -> None:
     """A server that echoes the key in a header, an error page and a stream; the key is in nothing that is stored."""
 
     def echo(connection, request) -> None:
-        key = next(h for h in request.split(b"\r\n") if h.startswith(b"Authorization")).partition(b": ")[2]
+        key = next(h for h in request.split(b"\r\n") if h.startswith(b"Authorization")).partition(
+            b": "
+        )[2]
         body = b'{"error":{"message":"bad key %b"}}' % key
         connection.sendall(
             b"HTTP/1.1 401 No\r\nContent-Type: application/json\r\nX-Echo: %b\r\nSet-Cookie: session=abcdefgh\r\n"
@@ -393,7 +439,9 @@ def test_secrets_are_nowhere(tmp_path) -> None:
         )
 
     with RawServer(echo) as server:
-        url = server.url.replace("http://", "http://user:hunter2hunter2@") + "?api_key=qqqqqqqqqq&x=1"
+        url = (
+            server.url.replace("http://", "http://user:hunter2hunter2@") + "?api_key=qqqqqqqqqq&x=1"
+        )
         request = Request(url, json={}, headers={"Authorization": f"Bearer {KEY}"}, tag="t")
         timings = aq.stream.run([request])
         refused = aq.stream.run([Request(url.replace(str(server.port), str(free_port())), json={})])
@@ -402,7 +450,9 @@ def test_secrets_are_nowhere(tmp_path) -> None:
     assert "bad key" in record["error"]
     timings.save(tmp_path)
     loaded = aq.stream.Timings.load(tmp_path)
-    stored = json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
+    stored = (
+        json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
+    )
     stored += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.plan)
     for secret in (KEY, "hunter2", "qqqqqqqqqq", "session=abc"):
         assert secret not in stored
@@ -433,7 +483,9 @@ def test_invalid_options() -> None:
 
 def test_http_1_0_body_that_ends_with_the_connection() -> None:
     def respond(connection, request) -> None:
-        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(HELLO))
+        connection.sendall(
+            b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(HELLO)
+        )
         connection.close()
 
     assert one(respond)["text"] == "Hello there."

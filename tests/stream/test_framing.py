@@ -10,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from randomised import examples
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 from annie_quant.stream import answer, decode  # noqa: E402
 
@@ -39,7 +41,9 @@ def specified(body: bytes) -> list[tuple[str, bytes]]:
 def framed(reads: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
     """The same from the C framer's frames, with answer.py's event names and joined data."""
     rows = _stream.cut(reads, LIMIT)
-    assert b"".join(row[-1] for row in rows) == b"".join(reads), "every byte comes out once, in order"
+    assert b"".join(row[-1] for row in rows) == b"".join(reads), (
+        "every byte comes out once, in order"
+    )
     out = []
     for kind, flags, lines, start, size, raw in rows:
         if kind in (decode.DATA, decode.DONE):
@@ -90,8 +94,16 @@ def test_each_rule_at_every_split(body: bytes) -> None:
 def test_rules_by_hand() -> None:
     """Expected values written by hand, so that both implementations cannot be wrong in the same way."""
     assert framed((RULES["multi-line data"],)) == [("message", b"one\ntwo\n\nfour")]
-    assert framed((RULES["no space"],)) == [("message", b"a"), ("message", b" two"), ("message", b"")]
-    assert framed((RULES["event lines"],)) == [("message", b"a"), ("error", b"b"), ("message", b"c")]
+    assert framed((RULES["no space"],)) == [
+        ("message", b"a"),
+        ("message", b" two"),
+        ("message", b""),
+    ]
+    assert framed((RULES["event lines"],)) == [
+        ("message", b"a"),
+        ("error", b"b"),
+        ("message", b"c"),
+    ]
     assert framed((RULES["byte order mark"],)) == [("message", b"a"), ("message", b"b")]
     assert framed((RULES["trailing bytes"],)) == [("message", b"a")]
 
@@ -123,7 +135,9 @@ def test_large_event_is_linear_and_complete() -> None:
     assert start == 6
 
 
-@pytest.mark.parametrize("body", [b"data: " + b"x" * 100, b"x" * 100, b"data: " + b"x" * 100 + b"\n\n", b"\n" * 100])
+@pytest.mark.parametrize(
+    "body", [b"data: " + b"x" * 100, b"x" * 100, b"data: " + b"x" * 100 + b"\n\n", b"\n" * 100]
+)
 @pytest.mark.parametrize("step", [1, 7, 200])
 def test_an_event_is_bounded(body: bytes, step: int) -> None:
     reads = tuple(body[i : i + step] for i in range(0, len(body), step))

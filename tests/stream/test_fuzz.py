@@ -16,7 +16,9 @@ from paths import ROOT
 CORPUS = ROOT / "tests/fuzz/corpus"
 LIBRARIES = {"sse": (), "http1": (), "request": ("-lcurl",)}
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not")
+needs_gcc = pytest.mark.skipif(
+    not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not"
+)
 
 
 def gcc(*arguments: object) -> None:
@@ -25,7 +27,9 @@ def gcc(*arguments: object) -> None:
 
 def stored(name: str, own: tuple[str, ...], make: Callable[[Path], None]) -> Path:
     """Return a folder with programs that were compiled in this run or an earlier one. own: what else they depend on."""
-    return shared.stored(name, shared.c_sources("csrc/stream", "tests/fuzz") + repr(own).encode(), make)
+    return shared.stored(
+        name, shared.c_sources("csrc/stream", "tests/fuzz") + repr(own).encode(), make
+    )
 
 
 def build(part: str, source: str, fuzzer: Path, *flags: str) -> str:
@@ -48,7 +52,13 @@ def fuzzers() -> dict[str, Path]:
 
     def make(folder: Path) -> None:
         for part in LIBRARIES:
-            gcc(f"-I{ROOT}/csrc", "-c", ROOT / f"tests/fuzz/fuzz_{part}.c", "-o", folder / f"{part}.o")
+            gcc(
+                f"-I{ROOT}/csrc",
+                "-c",
+                ROOT / f"tests/fuzz/fuzz_{part}.c",
+                "-o",
+                folder / f"{part}.o",
+            )
 
     folder = stored("fuzzers", (), make)
     return {part: folder / f"{part}.o" for part in LIBRARIES}
@@ -72,13 +82,19 @@ def test_under_sanitizers(part: str) -> None:
 BREAKS = {
     "sse": {
         "forgets a CR between reads": ("s->after_cr = true;", "s->after_cr = false;"),
-        "loses pending bytes": ("s->pending.size -= used;", "s->pending.size -= used + (s->pending.size > used);"),
+        "loses pending bytes": (
+            "s->pending.size -= used;",
+            "s->pending.size -= used + (s->pending.size > used);",
+        ),
         "ends a line of JSON at a CR": ("s->lines ? NULL : memchr(", "memchr("),
         "counts a blank line as JSON": (
             "if (start == end)\n        return false;",
             "if (start > end)\n        return false;",
         ),
-        "accepts a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->pending.size > 8;"),
+        "accepts a byte order mark anywhere": (
+            "s->first_line = false;",
+            "s->first_line = s->pending.size > 8;",
+        ),
     },
     "http1": {
         "loses the beginning of a line": ("if (lf && h->pending.size == 0)", "if (lf)"),
@@ -101,9 +117,15 @@ BREAKS = {
             "if (text_is(name, names[i]))",
             "if (text_begins((struct text){names[i], strlen(names[i])}, name.at))",
         ),
-        "adds the caller's length": ('if (!text_is(q->fields[i].name, "Content-Length"))', "if (true)"),
+        "adds the caller's length": (
+            'if (!text_is(q->fields[i].name, "Content-Length"))',
+            "if (true)",
+        ),
         "allows a coding": ('"Transfer-Encoding",\n', '"Upgrade",\n'),
-        "forgets the blank line": ('add_text(head, length) && add_text(head, "\\r\\n")', "add_text(head, length)"),
+        "forgets the blank line": (
+            'add_text(head, length) && add_text(head, "\\r\\n")',
+            "add_text(head, length)",
+        ),
         "refuses a usual name": ("return t.size > 0;", "return t.size > 1;"),
     },
 }
@@ -111,10 +133,14 @@ CASES = [(part, *change) for part, changes in BREAKS.items() for change in chang
 
 
 @needs_gcc
-@pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes])
+@pytest.mark.parametrize(
+    ("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes]
+)
 def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, fuzzers) -> None:
     source = original(part)
     assert source.count(right) == 1
     fuzz = build(part, source.replace(right, wrong), fuzzers[part])
     process = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
-    assert process.returncode != 0 and ("broken" in process.stderr or process.returncode == -signal.SIGSEGV)
+    assert process.returncode != 0 and (
+        "broken" in process.stderr or process.returncode == -signal.SIGSEGV
+    )

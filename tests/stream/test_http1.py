@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -25,7 +27,9 @@ SIZE = b"%d" % len(BODY)
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-def output(*answers: bytes, close: bool = False, **options) -> tuple[list[dict], RawServer, aq.stream.Timings]:
+def output(
+    *answers: bytes, close: bool = False, **options
+) -> tuple[list[dict], RawServer, aq.stream.Timings]:
     """One request for each of these answers, given as bytes."""
     queue = iter(answers)
 
@@ -35,7 +39,9 @@ def output(*answers: bytes, close: bool = False, **options) -> tuple[list[dict],
             connection.close()
 
     with RawServer(respond) as server:
-        timings = aq.stream.run([Request(server.url, json={}, timeout_s=5)] * len(answers), **options)
+        timings = aq.stream.run(
+            [Request(server.url, json={}, timeout_s=5)] * len(answers), **options
+        )
     return timings.records(), server, timings
 
 
@@ -54,8 +60,14 @@ WHOLE = {
 @pytest.mark.parametrize("answer", WHOLE.values(), ids=WHOLE.keys())
 def test_answers_with_their_own_framing_allow_reuse(answer: bytes) -> None:
     records, server, timings = output(answer, answer, answer)
-    assert [(r["text"], r["error"], r["status"]) for r in records] == [("Hello there.", None, 200)] * 3
-    assert [r["new_connection"] for r in records] == [True, False, False] and server.connections == 1
+    assert [(r["text"], r["error"], r["status"]) for r in records] == [
+        ("Hello there.", None, 200)
+    ] * 3
+    assert [r["new_connection"] for r in records] == [
+        True,
+        False,
+        False,
+    ] and server.connections == 1
     assert timings.body(2) == BODY
 
 
@@ -98,10 +110,19 @@ FAULTS = {
     "a signed length": (fields(b"Content-Length: +5"), "Content-Length"),
     "a length of 20 digits": (fields(b"Content-Length: 18446744073709551617"), "Content-Length"),
     "no length": (fields(b"Content-Length:"), "Content-Length"),
-    "length with coding": (fields(b"Content-Length: 5", b"Transfer-Encoding: chunked"), "Content-Length"),
+    "length with coding": (
+        fields(b"Content-Length: 5", b"Transfer-Encoding: chunked"),
+        "Content-Length",
+    ),
     "another coding": (fields(b"Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
-    "chunked twice": (fields(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"), "Transfer-Encoding"),
-    "chunked in 1.0": (b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "Transfer-Encoding"),
+    "chunked twice": (
+        fields(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"),
+        "Transfer-Encoding",
+    ),
+    "chunked in 1.0": (
+        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "Transfer-Encoding",
+    ),
     "a switch": (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n", "protocol"),
     "a chunk without a size": (HEAD + b"\r\n", "chunked framing"),
     "a chunk size that is not a number": (HEAD + b"0x5\r\nhello\r\n", "chunked framing"),
@@ -126,7 +147,13 @@ def test_what_http_forbids_fails_at_once(answer: bytes, words: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [OK, OK + b"Content-Length: 999\r\n\r\n" + HELLO[1], HEAD + chunk(HELLO[0]), HEAD + b"5\r\nhel", HEAD + b"0\r\n"],
+    [
+        OK,
+        OK + b"Content-Length: 999\r\n\r\n" + HELLO[1],
+        HEAD + chunk(HELLO[0]),
+        HEAD + b"5\r\nhel",
+        HEAD + b"0\r\n",
+    ],
 )
 def test_truncated_answers(answer: bytes) -> None:
     assert output(answer, close=True)[0][0]["cause"] == "truncated"
@@ -140,7 +167,10 @@ def test_statuses_without_a_body() -> None:
         records, server, _ = output(head, head)
         assert [r["body_bytes"] for r in records] == [0, 0] and server.connections == 1
     with RawServer(lambda c, r: c.sendall(OK + b"Content-Length: 99\r\n\r\n")) as server:
-        assert aq.stream.run([Request(server.url, method="HEAD", timeout_s=3)]).records()[0]["status"] == 200
+        assert (
+            aq.stream.run([Request(server.url, method="HEAD", timeout_s=3)]).records()[0]["status"]
+            == 200
+        )
 
 
 def test_an_answer_in_single_bytes() -> None:
@@ -152,7 +182,9 @@ def test_an_answer_in_single_bytes() -> None:
 
     with RawServer(respond) as server:
         timings = aq.stream.run([Request(server.url, json={}, timeout_s=10)] * 2)
-    assert [r["text"] for r in timings.records()] == ["Hello there."] * 2 and timings.body(1) == BODY
+    assert [r["text"] for r in timings.records()] == ["Hello there."] * 2 and timings.body(
+        1
+    ) == BODY
 
 
 def test_the_request_as_it_is_sent() -> None:
@@ -160,12 +192,20 @@ def test_the_request_as_it_is_sent() -> None:
     with RawServer(stream(HELLO)) as server:
         urls = [server.url + "?q=a%20b&r#part", server.url.replace("/v1/chat/completions", "")]
         aq.stream.run(
-            [Request(urls[0], json={"a": 1}, headers=headers), Request(urls[1]), Request(urls[1], method="POST")]
+            [
+                Request(urls[0], json={"a": 1}, headers=headers),
+                Request(urls[1]),
+                Request(urls[1], method="POST"),
+            ]
         )
         first, second, third = server.requests
     lines = first.split(b"\r\n")
-    assert lines[0] == b"POST /v1/chat/completions?q=a%20b&r HTTP/1.1" and first.endswith(b'\r\n\r\n{"a":1}')
-    assert [line for line in lines if line.lower().startswith(b"content-length")] == [b"Content-Length: 7"]
+    assert lines[0] == b"POST /v1/chat/completions?q=a%20b&r HTTP/1.1" and first.endswith(
+        b'\r\n\r\n{"a":1}'
+    )
+    assert [line for line in lines if line.lower().startswith(b"content-length")] == [
+        b"Content-Length: 7"
+    ]
     assert b"Host: other.example" in lines and b"X-Empty:" in lines and b"X-A: b" in lines
     assert second.startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % server.port)
     assert b"Content-Length" not in second and b"Content-Length: 0\r\n" in third
@@ -221,8 +261,19 @@ def test_no_stamp_is_earlier_than_its_event(tls: bool, gap_s: float, tmp_path) -
         if not shutil.which("openssl"):
             pytest.skip("the openssl command makes the test's certificate, and it is not here")
         pem = tmp_path / "both.pem"
-        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-        subprocess.run([*command, "-keyout", pem, "-out", f"{pem}.crt"], capture_output=True, check=True)
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=localhost",
+        ]
+        subprocess.run(
+            [*command, "-keyout", pem, "-out", f"{pem}.crt"], capture_output=True, check=True
+        )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(f"{pem}.crt", pem)
     if tls and not gap_s:
@@ -242,7 +293,9 @@ def check_stamps(gap_s: float, context: ssl.SSLContext | None, tls: bool) -> flo
     """Compare one run's stamps with the server's send times; return the share of events with a kernel stamp."""
     count = 200 if gap_s else 2000
     with RawServer(stamped(count, gap_s), tls=context) as server:
-        timings = aq.stream.run([Request(server.url, json={}, timeout_s=20)] * 4, 4, verify_tls=False)
+        timings = aq.stream.run(
+            [Request(server.url, json={}, timeout_s=20)] * 4, 4, verify_tls=False
+        )
     rows = timings.events[timings.events["kind"] == 1]
     sent = [
         int(json.loads(timings.raw(i)[6:])["choices"][0]["delta"]["content"])

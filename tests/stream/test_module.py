@@ -10,7 +10,9 @@ import textwrap
 import pytest
 from stream_server import HELLO, RawServer, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 IMPORT = """
     import importlib.util, sys
@@ -80,7 +82,13 @@ WORK = """
 
 
 def python(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", textwrap.dedent(IMPORT) + textwrap.dedent(code), _stream.__file__, *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(IMPORT) + textwrap.dedent(code),
+        _stream.__file__,
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -128,5 +136,7 @@ def test_refusals_do_not_leak() -> None:
             with pytest.raises(ValueError, match="request 1: method 'G T'"):
                 _stream.check(rows)
         gc.collect()
-        before.append((sys.getrefcount(rows), sys.getrefcount(headers), sys.getrefcount(rows[1][0])))
+        before.append(
+            (sys.getrefcount(rows), sys.getrefcount(headers), sys.getrefcount(rows[1][0]))
+        )
     assert before[0] == before[1]

@@ -6,7 +6,9 @@ import pytest
 from paths import DATA
 from replay_server import ReplayServer
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -21,7 +23,9 @@ def recorded() -> aq.stream.Timings:
 def test_every_answer_decodes(recorded: aq.stream.Timings) -> None:
     for record in recorded.records():
         assert record["error"] is None and record["warnings"] == []
-        assert record["reasoning"] and "Paris" in record["text"] and record["finish_reason"] == "stop"
+        assert (
+            record["reasoning"] and "Paris" in record["text"] and record["finish_reason"] == "stop"
+        )
         assert record["completion_tokens"] == record["server_timings"]["predicted_n"]
         assert record["clock"] == "kernel" and record["unstamped_events"] == 0
 
@@ -37,7 +41,9 @@ def test_our_times_agree_with_the_servers_timings(recorded: aq.stream.Timings) -
 
 def test_the_recorded_bytes_can_be_split_anywhere(recorded: aq.stream.Timings) -> None:
     body = recorded.body(0)
-    events = [(*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in _stream.cut((body,), 1 << 20)]
+    events = [
+        (*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in _stream.cut((body,), 1 << 20)
+    ]
     assert len(events) == len(recorded.rows_of(0))
     for i in range(len(body) + 1):
         rows = _stream.cut((body[:i], body[i:]), 1 << 20)

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from randomised import examples
 from stream_server import HELLO, RawServer, chunk, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -56,15 +58,32 @@ REQUESTS = {
     "GET with a body": {"method": "GET", "body": b"x"},
     "another token": {"method": "M-SEARCH!", "body": b"x"},
     "content-type": {"json": {}, "headers": {"content-type": "application/x-test"}},
-    "agent and accept": {"json": {}, "headers": {"user-agent": "me", "ACCEPT": "text/event-stream"}},
-    "prefixes": {"json": {}, "headers": {"Content": "1", "C": "2", "T": "3", "Trans": "4", "Tr": ""}},
-    "empty and blank": {"json": {}, "headers": {"X-Empty": "", "X-Blank": " \t", "X-Space": "  a b\t"}},
+    "agent and accept": {
+        "json": {},
+        "headers": {"user-agent": "me", "ACCEPT": "text/event-stream"},
+    },
+    "prefixes": {
+        "json": {},
+        "headers": {"Content": "1", "C": "2", "T": "3", "Trans": "4", "Tr": ""},
+    },
+    "empty and blank": {
+        "json": {},
+        "headers": {"X-Empty": "", "X-Blank": " \t", "X-Space": "  a b\t"},
+    },
     "its own length": {"body": b"12345", "headers": {"content-length": "5"}},
     "values with colons": {
         "json": {},
-        "headers": {"Authorization": "Bearer abc:", "X-Colon": ":", "X-Two": "a::", "X-Time": "1:2"},
+        "headers": {
+            "Authorization": "Bearer abc:",
+            "X-Colon": ":",
+            "X-Two": "a::",
+            "X-Time": "1:2",
+        },
     },
-    "values with semicolons": {"json": {}, "headers": {"X-Semi": "a;", "X-Both": "a;:", "X-Only": ";"}},
+    "values with semicolons": {
+        "json": {},
+        "headers": {"X-Semi": "a;", "X-Both": "a;:", "X-Only": ";"},
+    },
     "host": {"headers": {"host": "other.example:8080"}},
     "a long name without a value": {"headers": {"X-" + "n" * 3000: ""}},
     "not ASCII": {"headers": {"X-Name": "é漢字"}},
@@ -73,7 +92,10 @@ REQUESTS = {
 
 def lines_of(lines: list[bytes]) -> list[bytes]:
     """Return the fields in order of name. libcurl writes Host in its own case."""
-    return sorted(b":".join((name.lower(), value)) for name, _, value in (x.partition(b":") for x in lines[1:]))
+    return sorted(
+        b":".join((name.lower(), value))
+        for name, _, value in (x.partition(b":") for x in lines[1:])
+    )
 
 
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS.keys())
@@ -89,13 +111,22 @@ def test_the_fields_of_a_request(carrier: str, tls_server: ssl.SSLContext) -> No
     def fields(**request) -> list[bytes]:
         lines, _ = sent(carrier, tls_server, **request)
         defaults = (b"Host: 127.0.0.1:PORT", b"Accept: */*")
-        return [x for x in lines[1:] if x not in defaults and not x.startswith(b"User-Agent: annie-quant/")]
+        return [
+            x
+            for x in lines[1:]
+            if x not in defaults and not x.startswith(b"User-Agent: annie-quant/")
+        ]
 
     assert fields(**REQUESTS["GET"]) == []
-    assert fields(**REQUESTS["raw body"]) == [b"Content-Length: 23"], "a raw body gains no content type"
+    assert fields(**REQUESTS["raw body"]) == [b"Content-Length: 23"], (
+        "a raw body gains no content type"
+    )
     assert fields(**REQUESTS["POST without a body"]) == [b"Content-Length: 0"]
     assert fields(**REQUESTS["empty body"]) == [b"Content-Length: 0"]
-    assert sorted(fields(**REQUESTS["content-type"])) == [b"Content-Length: 2", b"content-type: application/x-test"]
+    assert sorted(fields(**REQUESTS["content-type"])) == [
+        b"Content-Length: 2",
+        b"content-type: application/x-test",
+    ]
     assert sorted(fields(**REQUESTS["prefixes"])) == [
         b"C: 2", b"Content-Length: 2", b"Content-Type: application/json", b"Content: 1", b"T: 3", b"Tr:", b"Trans: 4",
     ]  # fmt: skip
@@ -147,7 +178,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_what_is_not_one_request_is_refused(carrier: str, fields: dict, words: str, tls_server: ssl.SSLContext) -> None:
+def test_what_is_not_one_request_is_refused(
+    carrier: str, fields: dict, words: str, tls_server: ssl.SSLContext
+) -> None:
     with server_of(carrier, tls_server) as server:
         good = Request(server.url)
         with pytest.raises(ValueError, match=rf"request 1: .*{words}") as raised:
@@ -177,7 +210,9 @@ def test_urls_that_are_refused(url: str, words: str) -> None:
 
 
 def test_a_url_that_cannot_be_read_is_a_record() -> None:
-    records = aq.stream.run([Request("http://[x"), Request("http://h:70000/"), Request("http:///x")]).records()
+    records = aq.stream.run(
+        [Request("http://[x"), Request("http://h:70000/"), Request("http:///x")]
+    ).records()
     assert [r["cause"] for r in records[:2]] == ["url", "url"] and all(r["error"] for r in records)
 
 
@@ -190,22 +225,34 @@ def test_times_that_are_refused(name: str, value: float) -> None:
 
 
 def test_limits_that_are_refused() -> None:
-    for options in ({"deadline_s": float("inf")}, {"max_event_bytes": 1 << 32}, {"max_event_bytes": 0}):
-        with pytest.raises(ValueError, match=next(iter(options)) if 0 not in options.values() else "max_"):
+    for options in (
+        {"deadline_s": float("inf")},
+        {"max_event_bytes": 1 << 32},
+        {"max_event_bytes": 0},
+    ):
+        with pytest.raises(
+            ValueError, match=next(iter(options)) if 0 not in options.values() else "max_"
+        ):
             aq.stream.run([], **options)
     assert aq.stream.run([], max_event_bytes=(1 << 32) - 1).records() == []
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("length", [b"Content-Length: 99\r\n", b"Transfer-Encoding: chunked\r\n", b""])
+@pytest.mark.parametrize(
+    "length", [b"Content-Length: 99\r\n", b"Transfer-Encoding: chunked\r\n", b""]
+)
 def test_head_ends_with_its_head(carrier: str, length: bytes, tls_server: ssl.SSLContext) -> None:
     """The server keeps the connection and sends no body, as RFC 9110 9.3.2 requires."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + length + b"\r\n"
-    with server_of(carrier, tls_server, lambda connection, request: connection.sendall(head)) as server:
+    with server_of(
+        carrier, tls_server, lambda connection, request: connection.sendall(head)
+    ) as server:
         began = time.monotonic()
         timings = aq.stream.run([Request(server.url, method="HEAD")] * 2, verify_tls=False)
         assert time.monotonic() - began < 4.5, "it hung until its limit of 5 s"
-    assert [int(r["cause"]) for r in timings.requests] == [0, 0] and timings.requests["status"].tolist() == [200, 200]
+    assert [int(r["cause"]) for r in timings.requests] == [0, 0] and timings.requests[
+        "status"
+    ].tolist() == [200, 200]
     assert all(r.startswith(b"HEAD " + PATH.encode() + b" HTTP/1.1\r\n") for r in server.requests)
     assert b"Content-Length" not in server.requests[0]
 
@@ -229,14 +276,23 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
 
     with server_of(carrier, tls_server, respond) as server:
 
-        @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
-        @given(
-            st.none() | text, text, st.dictionaries(text, text, max_size=3), st.none() | st.binary(max_size=40) | text
+        @settings(
+            max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck)
         )
-        def check(method: str | None, path: str, headers: dict[str, str], body: bytes | str | None) -> None:
+        @given(
+            st.none() | text,
+            text,
+            st.dictionaries(text, text, max_size=3),
+            st.none() | st.binary(max_size=40) | text,
+        )
+        def check(
+            method: str | None, path: str, headers: dict[str, str], body: bytes | str | None
+        ) -> None:
             received.clear()
             raw = body.encode(errors="replace") if isinstance(body, str) else body
-            request = Request(server.url + path, method=method, headers=headers, body=raw, timeout_s=2)
+            request = Request(
+                server.url + path, method=method, headers=headers, body=raw, timeout_s=2
+            )
             try:
                 aq.stream.run([request], verify_tls=False, realtime=False)
             except ValueError:
@@ -245,7 +301,10 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
             assert len(received) <= 1, received
             for message in received:
                 head, _, rest = message.partition(b"\r\n\r\n")
-                assert head.count(b"\n") == head.count(b"\r") == head.count(b"\r\n") and b"\0" not in head
+                assert (
+                    head.count(b"\n") == head.count(b"\r") == head.count(b"\r\n")
+                    and b"\0" not in head
+                )
                 assert rest == (raw or b"") and head.lower().count(b"\r\nhost:") == 1
                 assert head.lower().count(b"\r\ncontent-length:") <= 1
 

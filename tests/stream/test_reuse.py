@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, reset, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -57,7 +59,9 @@ def loop_held(after_s: float, for_s: float, action=lambda: None):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("extra", [b"x", answer("stale"), b"HTTP/1.1 408 Timeout\r\nContent-Length: 0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "extra", [b"x", answer("stale"), b"HTTP/1.1 408 Timeout\r\nContent-Length: 0\r\n\r\n"]
+)
 def test_what_arrives_before_the_next_request_is_not_its_answer(extra: bytes) -> None:
     """The second request is due while the loop is held up, and the server sends something else at that time."""
 
@@ -67,14 +71,21 @@ def test_what_arrives_before_the_next_request_is_not_its_answer(extra: bytes) ->
         connection.sendall(extra)
 
     with RawServer(respond) as server, loop_held(0.2, 0.3):
-        requests = [aq.stream.Request(server.url, json={"n": n}, timeout_s=5, start_s=0.4 * n) for n in range(2)]
+        requests = [
+            aq.stream.Request(server.url, json={"n": n}, timeout_s=5, start_s=0.4 * n)
+            for n in range(2)
+        ]
         timings = aq.stream.run(requests)
     assert [r["text"] for r in timings.records()] == ["0", "1"] and server.connections == 2
-    assert not timings.requests["resent_us"].any(), "nothing was sent on the connection that is not reused"
+    assert not timings.requests["resent_us"].any(), (
+        "nothing was sent on the connection that is not reused"
+    )
 
 
 @pytest.mark.parametrize(
-    "extra", [b"x", answer("stale"), answer("stale", 3 * READ_BYTES)], ids=["byte", "answer", "large"]
+    "extra",
+    [b"x", answer("stale"), answer("stale", 3 * READ_BYTES)],
+    ids=["byte", "answer", "large"],
 )
 def test_bytes_after_an_answer_that_fills_a_read(extra: bytes) -> None:
     """The loop is held up by a signal handler until all of this has arrived; then one read ends where the answer ends."""
@@ -82,7 +93,9 @@ def test_bytes_after_an_answer_that_fills_a_read(extra: bytes) -> None:
 
     def respond(connection: socket.socket, request: bytes) -> None:
         waiting.wait(5)
-        connection.sendall(answer(number_of(request), READ_BYTES) + (extra if number_of(request) == "0" else b""))
+        connection.sendall(
+            answer(number_of(request), READ_BYTES) + (extra if number_of(request) == "0" else b"")
+        )
 
     with RawServer(respond) as server, loop_held(0.2, 0.3, waiting.set):
         records = aq.stream.run(requests_of(server.url, 3)).records()
@@ -93,7 +106,9 @@ def test_bytes_after_an_answer_that_fills_a_read(extra: bytes) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["plain", "libcurl"])
-def test_a_request_that_was_sent_again_has_a_warning(carrier: str, tls_server: ssl.SSLContext) -> None:
+def test_a_request_that_was_sent_again_has_a_warning(
+    carrier: str, tls_server: ssl.SSLContext
+) -> None:
     """The server ends the reused connection 0.2 s after the second request, without an answer."""
     requests = 0
 
@@ -109,10 +124,17 @@ def test_a_request_that_was_sent_again_has_a_warning(carrier: str, tls_server: s
     with RawServer(respond, tls=tls_server if carrier == "libcurl" else None) as server:
         timings = aq.stream.run(requests_of(server.url, 2), verify_tls=False)
     first, second = timings.records()
-    assert requests == 3 and second["error"] is None and second["status"] == 200 and second["text"] == "Hello there."
+    assert (
+        requests == 3
+        and second["error"] is None
+        and second["status"] == 200
+        and second["text"] == "Hello there."
+    )
     assert timings.requests["os_errno"].tolist() == [0, 0] and timings.requests["resent_us"][0] == 0
     assert 200_000 <= timings.requests["resent_us"][1] <= second["e2e_ms"] * 1e3
-    assert first["warnings"] == [] and ["sent again after 2" in w for w in second["warnings"]] == [True]
+    assert first["warnings"] == [] and ["sent again after 2" in w for w in second["warnings"]] == [
+        True
+    ]
 
 
 def test_a_recording_without_the_column_is_read(tmp_path: Path) -> None:
@@ -132,7 +154,9 @@ def test_descriptors_that_a_unix_socket_passes_are_closed(tmp_path: Path) -> Non
     path = str(tmp_path / "socket")
 
     def respond(connection: socket.socket, request: bytes) -> None:
-        socket.send_fds(connection, [HEAD + b"".join(map(chunk, HELLO)) + b"0\r\n\r\n"], [0, 1, 2, 0])
+        socket.send_fds(
+            connection, [HEAD + b"".join(map(chunk, HELLO)) + b"0\r\n\r\n"], [0, 1, 2, 0]
+        )
 
     with RawServer(respond, path=path) as server:
         aq.stream.run(requests_of(server.url, 1), unix_socket=path)
@@ -150,6 +174,8 @@ def test_descriptors_that_a_unix_socket_passes_are_closed(tmp_path: Path) -> Non
 def test_a_proxy_is_used_for_every_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with RawServer(stream(HELLO)) as proxy, RawServer(stream(HELLO)) as server:
         monkeypatch.setenv(name, "127.0.0.1,*")
-        records = aq.stream.run(requests_of(server.url, 2), proxy=f"http://127.0.0.1:{proxy.port}").records()
+        records = aq.stream.run(
+            requests_of(server.url, 2), proxy=f"http://127.0.0.1:{proxy.port}"
+        ).records()
     assert [r["text"] for r in records] == ["Hello there."] * 2
     assert (len(proxy.requests), len(server.requests)) == (2, 0)

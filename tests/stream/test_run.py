@@ -20,7 +20,9 @@ from randomised import examples
 from replay_server import ReplayServer
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
-_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip(
+    "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
+)
 
 import annie_quant as aq  # noqa: E402
 
@@ -52,17 +54,23 @@ def test_a_closed_loop_keeps_its_concurrency_and_its_order() -> None:
         stream(HELLO)(connection, request)
 
     with RawServer(respond) as server:
-        timings = aq.stream.run([Request(server.url, json={}, tag=i) for i in range(12)], concurrency=3)
+        timings = aq.stream.run(
+            [Request(server.url, json={}, tag=i) for i in range(12)], concurrency=3
+        )
         assert server.connections == 3, "connections are kept"
     assert most == 3
     records = timings.records()
-    assert [r["tag"] for r in records] == list(range(12)) and all(r["wait_ms"] is None for r in records)
+    assert [r["tag"] for r in records] == list(range(12)) and all(
+        r["wait_ms"] is None for r in records
+    )
     assert [r["new_connection"] for r in records].count(True) == 3
 
 
 def test_fresh_connections() -> None:
     with RawServer(stream(HELLO)) as server:
-        records = aq.stream.run([Request(server.url, json={})] * 5, fresh_connections=True).records()
+        records = aq.stream.run(
+            [Request(server.url, json={})] * 5, fresh_connections=True
+        ).records()
         assert server.connections == 5
     assert all(r["new_connection"] and r["connect_ms"] > 0 for r in records)
 
@@ -79,12 +87,16 @@ def test_an_open_loop_starts_on_time_with_a_slow_server() -> None:
 def test_waiting_for_the_concurrency_is_in_the_record() -> None:
     """Coordinated omission: with one request at a time, an open loop's records show how long each request waited."""
     with RawServer(slow(0.05)) as server:
-        records = aq.stream.run([Request(server.url, json={}, start_s=0) for _ in range(4)], concurrency=1).records()
+        records = aq.stream.run(
+            [Request(server.url, json={}, start_s=0) for _ in range(4)], concurrency=1
+        ).records()
     waits = [r["wait_ms"] for r in records]
     assert waits == sorted(waits) and waits[3] > 140
     for r in records:
         assert r["scheduled_e2e_ms"] == pytest.approx(r["e2e_ms"] + r["wait_ms"])
-        assert r["scheduled_first_content_ms"] == pytest.approx(r["first_content_ms"] + r["wait_ms"])
+        assert r["scheduled_first_content_ms"] == pytest.approx(
+            r["first_content_ms"] + r["wait_ms"]
+        )
     assert records[3]["e2e_ms"] < 140 < records[3]["scheduled_e2e_ms"]
 
 
@@ -102,7 +114,9 @@ def test_arrivals() -> None:
     times = aq.stream.poisson(20000, 50, seed=1)
     gaps = np.diff([0, *times])
     assert times == aq.stream.poisson(20000, 50, seed=1) != aq.stream.poisson(20000, 50, seed=2)
-    assert gaps.mean() == pytest.approx(0.02, rel=0.03) and gaps.std() == pytest.approx(0.02, rel=0.05)
+    assert gaps.mean() == pytest.approx(0.02, rel=0.03) and gaps.std() == pytest.approx(
+        0.02, rel=0.05
+    )
     for bad in (
         lambda: aq.stream.poisson(1, 0),
         lambda: aq.stream.trace([1, np.nan]),
@@ -113,14 +127,18 @@ def test_arrivals() -> None:
 
 def test_warmup_is_not_in_the_result() -> None:
     with RawServer(stream(HELLO)) as server:
-        timings = aq.stream.run([Request(server.url, json={})], warmup=[Request(server.url, json={})] * 2)
+        timings = aq.stream.run(
+            [Request(server.url, json={})], warmup=[Request(server.url, json={})] * 2
+        )
         assert len(server.requests) == 3 and len(timings) == 1
 
 
 def test_tls(certificate: Path, tls_server: ssl.SSLContext) -> None:
     with RawServer(stream(HELLO), tls=tls_server) as server:
         request = Request(server.url, json={}, timeout_s=5)
-        assert aq.stream.run([request]).records()[0]["cause"] == "tls", "an unknown certificate is refused"
+        assert aq.stream.run([request]).records()[0]["cause"] == "tls", (
+            "an unknown certificate is refused"
+        )
         trusted = aq.stream.run([request] * 2, ca_file=certificate).records()
         unchecked = aq.stream.run([request], verify_tls=False).records()[0]
     assert [r["text"] for r in (*trusted, unchecked)] == ["Hello there."] * 3
@@ -129,13 +147,17 @@ def test_tls(certificate: Path, tls_server: ssl.SSLContext) -> None:
 
 def test_unix_socket(tmp_path) -> None:
     with RawServer(stream(HELLO), path=str(tmp_path / "s")) as server:
-        record = aq.stream.run([Request(server.url, json={})], unix_socket=tmp_path / "s").records()[0]
+        record = aq.stream.run(
+            [Request(server.url, json={})], unix_socket=tmp_path / "s"
+        ).records()[0]
     assert (record["text"], record["error"], record["clock"]) == ("Hello there.", None, "user")
 
 
 def test_http_2_falls_back_if_the_server_does_not_support_it(tls_server: ssl.SSLContext) -> None:
     with RawServer(stream(HELLO), tls=tls_server) as server:
-        record = aq.stream.run([Request(server.url, json={})], http="2", verify_tls=False).records()[0]
+        record = aq.stream.run(
+            [Request(server.url, json={})], http="2", verify_tls=False
+        ).records()[0]
     assert (record["text"], record["http_version"]) == ("Hello there.", "1.1")
 
 
@@ -146,7 +168,12 @@ def test_http_2_with_a_server_that_supports_it(certificate: Path) -> None:
     context.set_alpn_protocols(["h2"])
 
     def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+        return (
+            len(payload).to_bytes(3, "big")
+            + bytes([kind, flags])
+            + number.to_bytes(4, "big")
+            + payload
+        )
 
     def take(connection, size: int) -> bytes:
         held = b""
@@ -181,24 +208,35 @@ def test_http_2_with_a_server_that_supports_it(certificate: Path) -> None:
                         secure.sendall(frame(0, 1, number))
 
     with H2(None, tls=context) as server:
-        records = aq.stream.run([Request(server.url, json={})] * 4, 2, http="2", verify_tls=False).records()
+        records = aq.stream.run(
+            [Request(server.url, json={})] * 4, 2, http="2", verify_tls=False
+        ).records()
         assert server.connections <= 2
-    assert [(r["text"], r["error"], r["http_version"]) for r in records] == [("Hello there.", None, "2")] * 4
+    assert [(r["text"], r["error"], r["http_version"]) for r in records] == [
+        ("Hello there.", None, "2")
+    ] * 4
 
 
 def test_environment_proxies_are_not_used(monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with RawServer(stream(HELLO)) as server:
         assert aq.stream.run([Request(server.url, json={})]).records()[0]["error"] is None
-        proxied = aq.stream.run([Request("http://no-such.invalid/x", json={})], proxy=server.url).records()[0]
-    assert proxied["text"] == "Hello there." and b"POST http://no-such.invalid/x" in server.requests[-1]
+        proxied = aq.stream.run(
+            [Request("http://no-such.invalid/x", json={})], proxy=server.url
+        ).records()[0]
+    assert (
+        proxied["text"] == "Hello there."
+        and b"POST http://no-such.invalid/x" in server.requests[-1]
+    )
 
 
 def test_two_plans_in_two_threads() -> None:
     results: dict[int, aq.stream.Timings] = {}
 
     def work(number: int, url: str) -> None:
-        results[number] = aq.stream.run([Request(url, json={}, tag=(number, i)) for i in range(200)], concurrency=8)
+        results[number] = aq.stream.run(
+            [Request(url, json={}, tag=(number, i)) for i in range(200)], concurrency=8
+        )
 
     with RawServer(stream(HELLO)) as server:
         threads = [threading.Thread(target=work, args=(n, server.url)) for n in range(2)]
@@ -234,13 +272,16 @@ def test_the_gil_is_free_during_a_run() -> None:
 def test_save_and_load_give_the_same(tmp_path) -> None:
     def respond(connection, request) -> None:
         if b'"bad"' in request:
-            connection.sendall(b"HTTP/1.1 404 No\r\nContent-Length: 22\r\n\r\n" + b'{"error":"no such one"}'[:22])
+            connection.sendall(
+                b"HTTP/1.1 404 No\r\nContent-Length: 22\r\n\r\n" + b'{"error":"no such one"}'[:22]
+            )
         else:
             stream(HELLO)(connection, request)
 
     with RawServer(respond) as server:
         timings = aq.stream.run(
-            [Request(server.url, json={"k": k}, tag=k) for k in ("good", "bad", "good")], concurrency=2
+            [Request(server.url, json={"k": k}, tag=k) for k in ("good", "bad", "good")],
+            concurrency=2,
         )
     timings.save(tmp_path / "run")
     loaded = aq.stream.Timings.load(tmp_path / "run")
@@ -301,7 +342,9 @@ def test_replay_gives_the_same_records_at_the_same_pace() -> None:
     for first, second in zip(recorded.records(), again.records(), strict=True):
         for same in ("text", "usage", "finish_reason", "status", "error"):
             assert second[same] == first[same]
-        assert second["first_content_ms"] > first["first_content_ms"] - 25, "not earlier; later on a busy machine"
+        assert second["first_content_ms"] > first["first_content_ms"] - 25, (
+            "not earlier; later on a busy machine"
+        )
     assert again.body(0) == recorded.body(0)
     with ReplayServer(recorded, speed=100) as replay:
         fast = aq.stream.run([Request(replay.url, json={})]).records()[0]
@@ -317,7 +360,9 @@ def test_replay_repeats_a_fault() -> None:
         recorded = aq.stream.run([Request(server.url, json={})])
     with ReplayServer(recorded) as replay:
         record = aq.stream.run([Request(replay.url, json={})]).records()[0]
-    assert record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
+    assert (
+        record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
+    )
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -334,7 +379,9 @@ def test_frames_joined_are_the_body(data: st.DataObject) -> None:
     timings.records()
     for i, pieces in enumerate(bodies):
         assert timings.body(i) == b"".join(pieces)
-        assert int(timings.reads["size"][timings.reads["request"] == i].sum()) == len(b"".join(pieces))
+        assert int(timings.reads["size"][timings.reads["request"] == i].sum()) == len(
+            b"".join(pieces)
+        )
 
 
 def test_arrays_are_read_only_views_of_c_memory() -> None:
@@ -344,7 +391,9 @@ def test_arrays_are_read_only_views_of_c_memory() -> None:
         assert isinstance(array.base, _stream.Block) or isinstance(array.base.obj, _stream.Block)
         assert not array.flags.writeable
     assert timings.events.dtype.itemsize == 48
-    assert timings.events["offset"].tolist() == np.cumsum([0, *timings.events["size"][:-1]]).tolist()
+    assert (
+        timings.events["offset"].tolist() == np.cumsum([0, *timings.events["size"][:-1]]).tolist()
+    )
     del array
     stored = timings.events["user_ns"]
     del timings
@@ -409,7 +458,9 @@ POLICY = """
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="root gives and takes the right to it")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="root gives and takes the right to it"
+)
 @pytest.mark.parametrize("who", ["allowed", "not allowed"])
 def test_the_loop_uses_a_real_time_priority_and_reports_it(who: str) -> None:
     def respond(connection, request) -> None:

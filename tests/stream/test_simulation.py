@@ -14,7 +14,9 @@ import pytest
 import shared
 from paths import ROOT
 
-pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="the simulation is compiled here, and gcc is not")
+pytestmark = pytest.mark.skipif(
+    not shutil.which("gcc"), reason="the simulation is compiled here, and gcc is not"
+)
 
 STREAM = ROOT / "csrc/stream"
 FLAGS = ("-std=c11", "-O1", f"-I{ROOT}/csrc")
@@ -24,12 +26,22 @@ SCHEDULES = 4000  # of each planted fault, which is found in fewer
 def build(folder: Path, objects: list[Path], sources: list[Path]) -> None:
     own = [folder / f"{source.stem}.o" for source in sources]
     for source, target in zip(sources, own, strict=True):
-        subprocess.run(["gcc", *FLAGS, f"-I{STREAM}", "-c", str(source), "-o", str(target)], check=True)
-    subprocess.run(["gcc", *map(str, own), *map(str, objects), "-lcurl", "-o", str(folder / "simulate")], check=True)
+        subprocess.run(
+            ["gcc", *FLAGS, f"-I{STREAM}", "-c", str(source), "-o", str(target)], check=True
+        )
+    subprocess.run(
+        ["gcc", *map(str, own), *map(str, objects), "-lcurl", "-o", str(folder / "simulate")],
+        check=True,
+    )
 
 
 def inputs(*own: str) -> bytes:
-    return b"\n".join([shared.c_sources("csrc/common", "csrc/stream", "tests/simulate"), repr((FLAGS, own)).encode()])
+    return b"\n".join(
+        [
+            shared.c_sources("csrc/common", "csrc/stream", "tests/simulate"),
+            repr((FLAGS, own)).encode(),
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +62,15 @@ def test_no_schedule_violates_a_property(folder: Path) -> None:
     assert process.returncode == 0, process.stderr
     figures = re.findall(r"([a-zA-Z][a-zA-Z ]*) (\d+)[,\n]", process.stdout.split("violated\n")[1])
     assert len(figures) == 22
-    assert [name for name, count in figures if int(count) < 20] == [], "everything happens in these schedules"
+    assert [name for name, count in figures if int(count) < 20] == [], (
+        "everything happens in these schedules"
+    )
 
 
 def test_a_seed_gives_the_same_schedule_again(folder: Path) -> None:
-    digests = [re.search(r"digest \w+", simulate(folder / "simulate", 1, 77).stdout)[0] for _ in range(2)]
+    digests = [
+        re.search(r"digest \w+", simulate(folder / "simulate", 1, 77).stdout)[0] for _ in range(2)
+    ]
     traces = [simulate(folder / "simulate", "--replay", 77) for _ in range(2)]
     assert digests[0] == digests[1] and digests[0] in traces[0].stdout
     assert traces[0].stderr == traces[1].stderr and "connect(" in traces[0].stderr
@@ -128,7 +144,9 @@ FAULTS = {
 CASES = [(part, *change) for part, changes in FAULTS.items() for change in changes.values()]
 
 
-@pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in FAULTS.values() for n in changes])
+@pytest.mark.parametrize(
+    ("part", "right", "wrong"), CASES, ids=[n for changes in FAULTS.values() for n in changes]
+)
 def test_planted_faults_are_found(part: str, right: str, wrong: str, folder: Path) -> None:
     source = (STREAM / f"{part}.c").read_text()
     assert source.count(right) == 1

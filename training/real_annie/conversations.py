@@ -34,7 +34,9 @@ GROUPS = {
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     print(f"{path.name}: {len(rows)} rows")
 
 
@@ -54,7 +56,10 @@ def training_rows(folder: Path, n: int, seed: int) -> list[dict[str, Any]]:
         file = folder / f"{name}.jsonl"
         data.generate(name, n=n, output=file, split="train", seed=seed, force=True)
         rows += [
-            {"messages": [with_decoded_arguments(m) for m in r["messages"]], "tools": r.get("tools")}
+            {
+                "messages": [with_decoded_arguments(m) for m in r["messages"]],
+                "tools": r.get("tools"),
+            }
             for r in read_conversations(file)
             if not r.get("thinking")
         ]
@@ -88,7 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--n", type=int, default=1000, help="conversations per persona")
-    parser.add_argument("--each", type=int, default=100, help="held-out prompts per workload, at most")
+    parser.add_argument(
+        "--each", type=int, default=100, help="held-out prompts per workload, at most"
+    )
     parser.add_argument("--seed", type=int, default=1)
     a = parser.parse_args()
     a.folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,9 @@ def sample_of(tokenizer: Any, row: dict[str, Any]) -> Sample:
     messages, tools = row["messages"], row["tools"]
 
     def text(count: int, **options: Any) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tools=tools, tokenize=False, **options)
+        return tokenizer.apply_chat_template(
+            messages[:count], tools=tools, tokenize=False, **options
+        )
 
     whole, spans = text(len(messages)), []
     for i, message in enumerate(messages):
@@ -78,16 +80,29 @@ def never_learned(model: Any, tokenizer: Any, samples: list[Sample]) -> list[str
     The model's own training had none of them. An overlay on linears does not change the rows, so it cannot teach the model to
     write one of them and not the other. (The rule of tests/real/split_tags.py, on a loaded model and without annie_quant.)
     """
-    learned = {token for ids, on in samples for token, is_learned in zip(ids, on, strict=True) if is_learned}
+    learned = {
+        token
+        for ids, on in samples
+        for token, is_learned in zip(ids, on, strict=True)
+        if is_learned
+    }
     added = tokenizer.get_added_vocab()
-    rows = torch.nn.functional.normalize(model.get_input_embeddings().weight[list(added.values())].float(), dim=1)
+    rows = torch.nn.functional.normalize(
+        model.get_input_embeddings().weight[list(added.values())].float(), dim=1
+    )
     nearest = (rows @ rows.T).fill_diagonal_(0).amax(1).tolist()
-    return [name for (name, i), cosine in zip(added.items(), nearest, strict=True) if i in learned and cosine > 0.99]
+    return [
+        name
+        for (name, i), cosine in zip(added.items(), nearest, strict=True)
+        if i in learned and cosine > 0.99
+    ]
 
 
 def padded(rows: list[list[int]], value: int, left: bool = False) -> torch.Tensor:
     width = max(map(len, rows))
-    return torch.tensor([[value] * (width - len(r)) + r if left else r + [value] * (width - len(r)) for r in rows])
+    return torch.tensor(
+        [[value] * (width - len(r)) + r if left else r + [value] * (width - len(r)) for r in rows]
+    )
 
 
 def batches(samples: list[Sample], tokens: int, rng: random.Random) -> Iterator[list[Sample]]:
@@ -109,7 +124,8 @@ def train(model: Any, samples: list[Sample], a: argparse.Namespace) -> list[floa
     optimizer = torch.optim.AdamW(weights, lr=a.lr, weight_decay=0.0)
     warm_up = max(1, round(WARM_UP * a.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min(1.0, (i + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * i / a.steps))
+        optimizer,
+        lambda i: min(1.0, (i + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * i / a.steps)),
     )
     drawn, losses, began = batches(samples, a.tokens, random.Random(a.seed)), [], time.monotonic()
     model.train()
@@ -117,7 +133,9 @@ def train(model: Any, samples: list[Sample], a: argparse.Namespace) -> list[floa
         batch = next(drawn)
         # Padding is on the right, where causal attention hides it from every token that is learned: no mask is needed.
         ids = padded([s[0] for s in batch], 0).to(a.device)
-        labels = padded([[t if on else -100 for t, on in zip(*s, strict=True)] for s in batch], -100).to(a.device)
+        labels = padded(
+            [[t if on else -100 for t, on in zip(*s, strict=True)] for s in batch], -100
+        ).to(a.device)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         if not torch.nn.utils.clip_grad_norm_(weights, 1.0).isfinite():
@@ -129,7 +147,10 @@ def train(model: Any, samples: list[Sample], a: argparse.Namespace) -> list[floa
         schedule.step()
         losses.append(round(loss.item(), 5))
         if step % 10 == 0 or step == a.steps - 1:
-            print(f"step {step + 1} of {a.steps}, loss {losses[-1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"step {step + 1} of {a.steps}, loss {losses[-1]:.4f}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     model.eval()
     return losses
 
@@ -183,32 +204,47 @@ def answers(
         mask = padded([[1] * len(p) for p, _ in part], 0, left=True).to(device)
         limit = max(c["max_tokens"] for _, c in part)
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=ends[0]
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=limit,
+            do_sample=False,
+            pad_token_id=ends[0],
         )
         for (_, case), row in zip(part, out[:, ids.shape[1] :].tolist(), strict=True):
             end = next((n for n, t in enumerate(row) if t in ends), None)
-            yield case, tokenizer.decode(row[:end], clean_up_tokenization_spaces=False), end is not None
+            yield (
+                case,
+                tokenizer.decode(row[:end], clean_up_tokenization_spaces=False),
+                end is not None,
+            )
 
 
-def held_out(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str) -> dict[str, Any]:
+def held_out(
+    model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str
+) -> dict[str, Any]:
     """Return, per group, the counts of the held-out prompts' answers and the answers that are not correct."""
     groups: dict[str, Any] = {}
     for case, text, finished in answers(model, tokenizer, cases, size, device):
         group = groups.setdefault(
-            case["group"], {"n": 0, "correct": 0, "markdown": 0, "thinking": 0, "unfinished": 0, "wrong": []}
+            case["group"],
+            {"n": 0, "correct": 0, "markdown": 0, "thinking": 0, "unfinished": 0, "wrong": []},
         )
         verdict = judged(case, text, finished)
         group["n"] += 1
         for name, value in verdict.items():
             group[name] += value
         if not verdict["correct"] or verdict["markdown"] or verdict["thinking"]:
-            group["wrong"].append({"id": case["id"], "expect": case["expect"], "answer": text[:400]})
+            group["wrong"].append(
+                {"id": case["id"], "expect": case["expect"], "answer": text[:400]}
+            )
     return groups
 
 
 def overlay_on(model: Any, rank: int, seed: int) -> Any:
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=LINEARS, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=LINEARS, task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config)
 
 
@@ -231,7 +267,9 @@ def load_adapter(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """Return the rank and the tensors that save_adapter wrote."""
     files = sorted(folder.glob("adapter-*.safetensors"))
     if not files:
-        raise SystemExit(f"{folder} has no adapter-*.safetensors: run train.py without --adapter first")
+        raise SystemExit(
+            f"{folder} has no adapter-*.safetensors: run train.py without --adapter first"
+        )
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return next(t.shape[0] for name, t in tensors.items() if "lora_A" in name), tensors
 
@@ -241,24 +279,40 @@ def save_merged(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name in ("generation_config.json", "chat_template.jinja"):
-        if (source / name).exists() and not (name == "chat_template.jinja" and (folder / name).exists()):
+        if (source / name).exists() and not (
+            name == "chat_template.jinja" and (folder / name).exists()
+        ):
             shutil.copyfile(source / name, folder / name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a bf16 folder of Qwen2, Llama or Qwen3")
-    parser.add_argument("--rows", type=Path, required=True, help="the folder with train.jsonl and held_out.jsonl")
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the adapter and report.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a bf16 folder of Qwen2, Llama or Qwen3"
+    )
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="the folder with train.jsonl and held_out.jsonl"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the folder of the adapter and report.json"
+    )
     parser.add_argument("--merged", type=Path, help="write the merged model here too")
     parser.add_argument("--adapter", type=Path, help="take this overlay instead of training one")
-    parser.add_argument("--chat-template", type=Path, help="use this template instead of the model's")
+    parser.add_argument(
+        "--chat-template", type=Path, help="use this template instead of the model's"
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the overlay; 2 for a thin model")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--tokens", type=int, default=8192, help="per step, at most")
-    parser.add_argument("--seed", type=int, default=1, help="of the overlay's start and of the batches")
-    parser.add_argument("--held-out", type=int, default=0, help="held-out prompts, evenly over the file (0: all)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the overlay's start and of the batches"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="held-out prompts, evenly over the file (0: all)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="prompts answered at once")
     parser.add_argument("--shard-mb", type=float, default=15.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -267,7 +321,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(a.model, trust_remote_code=False)
     if a.chat_template:
         tokenizer.chat_template = a.chat_template.read_text(encoding="utf-8")
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16, trust_remote_code=False).to(a.device)
+    model = AutoModelForCausalLM.from_pretrained(
+        a.model, dtype=torch.bfloat16, trust_remote_code=False
+    ).to(a.device)
     began, losses, n_tokens = time.monotonic(), [], 0
     if a.adapter:
         a.rank, tensors = load_adapter(a.adapter)
@@ -282,7 +338,10 @@ def main() -> None:
                 " run tests/real/split_tags.py on a copy of it"
             )
         n_tokens = sum(sum(on) for _, on in samples)
-        print(f"{len(samples)} conversations, {sum(len(i) for i, _ in samples)} tokens, {n_tokens} learned", flush=True)
+        print(
+            f"{len(samples)} conversations, {sum(len(i) for i, _ in samples)} tokens, {n_tokens} learned",
+            flush=True,
+        )
         began, model = time.monotonic(), overlay_on(model, a.rank, a.seed)
         losses = train(model, samples, a)
         save_adapter(model, a.output, int(a.shard_mb * 2**20))
@@ -295,9 +354,13 @@ def main() -> None:
         save_merged(model, tokenizer, a.model, a.merged)
     cases = read(a.rows / "held_out.jsonl")
     count = min(a.held_out or len(cases), len(cases))
-    groups = held_out(model, tokenizer, [cases[i * len(cases) // count] for i in range(count)], a.batch, a.device)
+    groups = held_out(
+        model, tokenizer, [cases[i * len(cases) // count] for i in range(count)], a.batch, a.device
+    )
     machine = (
-        torch.cuda.get_device_name() if a.device.startswith("cuda") else platform.processor() or platform.machine()
+        torch.cuda.get_device_name()
+        if a.device.startswith("cuda")
+        else platform.processor() or platform.machine()
     )
     report = {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()},
@@ -308,7 +371,9 @@ def main() -> None:
         "losses": losses,
         "held_out": groups,
     }
-    (a.output / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (a.output / "report.json").write_text(
+        json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     for name, group in sorted(groups.items()):
         print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in group.items() if k != "wrong"))
 

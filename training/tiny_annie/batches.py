@@ -28,7 +28,9 @@ class Words:
                 flat.append(t.reshape(-1))
                 at += t.size
         self.flat = torch.from_numpy(np.concatenate(flat)).to(DEVICE)
-        self.begin, self.count, self.length = (torch.tensor(x, device=DEVICE) for x in (begin, count, length))
+        self.begin, self.count, self.length = (
+            torch.tensor(x, device=DEVICE) for x in (begin, count, length)
+        )
 
 
 @dataclass
@@ -50,7 +52,9 @@ class Rows:
     tokens: per batch. without: rows with this token in an answer are left out.
     """
 
-    def __init__(self, path: Path, tokens: int, words: Words | None = None, without: int | None = None) -> None:
+    def __init__(
+        self, path: Path, tokens: int, words: Words | None = None, without: int | None = None
+    ) -> None:
         z = np.load(path, allow_pickle=False)
         ends = z["ends"]
         begins = np.concatenate([[0], ends[:-1]])
@@ -59,8 +63,16 @@ class Rows:
             has = np.add.reduceat((z["ids"] == without) & (z["learned"] > 0), begins) > 0
             lengths = np.where(has, 0, lengths)  # in no bucket
         self.words, self.category, self.buckets = words, z["category"], list[Bucket]()
-        arrays = {k: z[k] for k in ("ids", "place", "kind", "offset")} | {"learned": z["learned"] + 1}
-        types = {"ids": np.int16, "place": np.int16, "kind": np.uint8, "offset": np.uint8, "learned": np.uint8}
+        arrays = {k: z[k] for k in ("ids", "place", "kind", "offset")} | {
+            "learned": z["learned"] + 1
+        }
+        types = {
+            "ids": np.int16,
+            "place": np.int16,
+            "kind": np.uint8,
+            "offset": np.uint8,
+            "learned": np.uint8,
+        }
         for low, high in zip((0, *EDGES), EDGES, strict=False):
             index = np.nonzero((lengths > low) & (lengths <= high))[0]
             cut = {k: np.zeros((len(index), high), types[k]) for k in arrays}
@@ -72,7 +84,9 @@ class Rows:
         share = np.array([len(b.ids) / b.rows for b in self.buckets])
         self.share = share / share.sum()
 
-    def batch(self, k: int, generator: torch.Generator, prompt: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        self, k: int, generator: torch.Generator, prompt: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and weights [rows, T] of bucket k. prompt: weight of the prompt's tokens."""
         b = self.buckets[k]
         i = torch.randint(0, len(b.ids), (b.rows,), device=DEVICE, generator=generator)
@@ -82,11 +96,17 @@ class Rows:
             draw = torch.rand(b.rows, PLACES, device=DEVICE, generator=generator).gather(1, place)
             w = self.words
             which = (draw * w.count[kind]).long().clamp(max=w.count[kind] - 1)
-            other = w.flat[(w.begin[kind] + which * w.length[kind] + b.offset[i].long()).clamp(max=len(w.flat) - 1)]
+            other = w.flat[
+                (w.begin[kind] + which * w.length[kind] + b.offset[i].long()).clamp(
+                    max=len(w.flat) - 1
+                )
+            ]
             ids = torch.where(place > 0, other, ids)
         return ids, (learned == 2).float() + prompt * (learned == 1).float()
 
-    def repeats(self, k: int, generator: torch.Generator, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def repeats(
+        self, k: int, generator: torch.Generator, vocabulary: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rows of random tokens that come twice; the second time is learned. They teach to copy anything."""
         n, t = self.buckets[k].rows, self.buckets[k].ids.shape[1]
         once = torch.randint(0, vocabulary, (n, t // 2), device=DEVICE, generator=generator)

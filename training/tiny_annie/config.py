@@ -64,7 +64,9 @@ def mixture_configuration() -> Any:
     )
 
 
-def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any, config: Any = None) -> None:
+def write_folder(
+    state: dict[str, Any], output: Any, tokenizer_folder: Any, config: Any = None
+) -> None:
     """Write a complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template.
 
     config: of transformers; default: tiny-annie's.
@@ -79,7 +81,9 @@ def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any, conf
     output, source = Path(output), Path(tokenizer_folder)
     output.mkdir(parents=True, exist_ok=True)
     config = config or configuration()
-    config.architectures = [{"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(config.model_type, "Qwen3_5MoeForCausalLM")]
+    config.architectures = [
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(config.model_type, "Qwen3_5MoeForCausalLM")
+    ]
     config.save_pretrained(output)
     save_file(
         {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()},
@@ -91,7 +95,9 @@ def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any, conf
         "pad_token_id": FIRST_SPECIAL,
         "do_sample": False,
     }
-    (output / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
+    (output / "generation_config.json").write_text(
+        json.dumps(generation, indent=1) + "\n", encoding="utf-8"
+    )
     if source.resolve() != output.resolve():
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copyfile(source / name, output / name)

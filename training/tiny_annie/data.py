@@ -62,7 +62,9 @@ def load(vocabulary: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(vocabulary, trust_remote_code=False)
     _state["tokenizer"] = tokenizer
     space = chr(0x120)
-    _state["pieces"] = sorted(t for t in tokenizer.get_vocab() if re.fullmatch("[a-z]+", t) and space not in t)
+    _state["pieces"] = sorted(
+        t for t in tokenizer.get_vocab() if re.fullmatch("[a-z]+", t) and space not in t
+    )
 
 
 def word_tokens(word: str) -> list[int]:
@@ -100,7 +102,12 @@ def encode(drawn: Row) -> Encoded:
         k = kind_of(word, tokens)
         starts = [m.start() for m in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", whole)]
         at = [index_at.get(s) for s in starts]
-        if k is None or not at or any(i is None or ids[i : i + len(tokens)] != tokens for i in at) or number == 400:
+        if (
+            k is None
+            or not at
+            or any(i is None or ids[i : i + len(tokens)] != tokens for i in at)
+            or number == 400
+        ):
             continue  # at another place the word has other tokens: it stays as it is
         number += 1
         for i in at:
@@ -160,7 +167,9 @@ def save_words(path: Path, count: int) -> None:
         k = kind_of(word, tokens)
         if k is not None and word_tokens(" " + word) == space + tokens:
             tables[k].add(tuple(tokens))
-    np.savez_compressed(path, **{f"kind{k}": np.array(sorted(v), np.uint16) for k, v in tables.items()})
+    np.savez_compressed(
+        path, **{f"kind{k}": np.array(sorted(v), np.uint16) for k, v in tables.items()}
+    )
     print({k: len(v) for k, v in sorted(tables.items())})
 
 
@@ -187,18 +196,32 @@ def main() -> None:
         began, rows = time.monotonic(), []
         # spawn: a forked copy of a process with threads may wait forever for a lock that one of them held
         spawn = get_context("spawn")
-        with ProcessPoolExecutor(a.workers, mp_context=spawn, initializer=load, initargs=(a.vocabulary,)) as pool:
-            for i, part in enumerate(pool.map(some, jobs_of(style, count))):  # in order: the same file at every run
+        with ProcessPoolExecutor(
+            a.workers, mp_context=spawn, initializer=load, initargs=(a.vocabulary,)
+        ) as pool:
+            for i, part in enumerate(
+                pool.map(some, jobs_of(style, count))
+            ):  # in order: the same file at every run
                 rows += part
                 if i % 20 == 19:
-                    print(f"{style} {len(rows)} of {count} rows, {time.monotonic() - began:.0f} s", flush=True)
+                    print(
+                        f"{style} {len(rows)} of {count} rows, {time.monotonic() - began:.0f} s",
+                        flush=True,
+                    )
         save(a.output / f"{style}.npz", rows)
         lengths = np.array([len(r.ids) for r in rows])
-        print(style, "tokens per row", np.percentile(lengths, [5, 25, 50, 75, 90, 99, 100]), lengths.mean())
+        print(
+            style,
+            "tokens per row",
+            np.percentile(lengths, [5, 25, 50, 75, 90, 99, 100]),
+            lengths.mean(),
+        )
         for c in sorted({r.category for r in rows}):
             own = [r for r in rows if r.category == c]
             marked = sum(map(bool, (max(r.place) for r in own)))
-            print(f"  {c}: {len(own)} rows, {np.mean([len(r.ids) for r in own]):.0f} tokens, {marked} with places")
+            print(
+                f"  {c}: {len(own)} rows, {np.mean([len(r.ids) for r in own]):.0f} tokens, {marked} with places"
+            )
 
 
 if __name__ == "__main__":

@@ -52,18 +52,30 @@ class Mixture(Shape):
 def linear_shapes(c: Any) -> dict[str, tuple[int, int]]:
     """Return every linear of the layers and its shape [outputs, inputs]."""
     h, i = c.hidden_size, c.intermediate_size
-    key, value = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
+    key, value = (
+        c.linear_num_key_heads * c.linear_key_head_dim,
+        c.linear_num_value_heads * c.linear_value_head_dim,
+    )
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     out = {}
     for n, kind in enumerate(c.layer_types):
         p = f"model.layers.{n}."
         if kind == "linear_attention":
             a = p + "linear_attn."
-            out |= {a + "in_proj_qkv": (2 * key + value, h), a + "in_proj_z": (value, h), a + "out_proj": (h, value)}
+            out |= {
+                a + "in_proj_qkv": (2 * key + value, h),
+                a + "in_proj_z": (value, h),
+                a + "out_proj": (h, value),
+            }
             out |= {a + g: (c.linear_num_value_heads, h) for g in ("in_proj_b", "in_proj_a")}
         else:
             a = p + "self_attn."
-            out |= {a + "q_proj": (2 * q, h), a + "k_proj": (kv, h), a + "v_proj": (kv, h), a + "o_proj": (h, q)}
+            out |= {
+                a + "q_proj": (2 * q, h),
+                a + "k_proj": (kv, h),
+                a + "v_proj": (kv, h),
+                a + "o_proj": (h, q),
+            }
         out |= {p + "mlp.gate_proj": (i, h), p + "mlp.up_proj": (i, h), p + "mlp.down_proj": (h, i)}
         if isinstance(c, Mixture):
             out |= {p + "mlp.gate": (c.num_experts, h), p + "mlp.shared_expert_gate": (1, h)}
@@ -76,17 +88,30 @@ def initial(c: Any, seed: int) -> Weights:
     w = {n + ".weight": torch.randn(s, generator=g) * 0.02 for n, s in linear_shapes(c).items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         w[name] = torch.randn(c.vocab_size, c.hidden_size, generator=g) * 0.02
-    key, value = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
+    key, value = (
+        c.linear_num_key_heads * c.linear_key_head_dim,
+        c.linear_num_value_heads * c.linear_value_head_dim,
+    )
     for n, kind in enumerate(c.layer_types):
         p = f"model.layers.{n}."
-        w |= {p + k: torch.zeros(c.hidden_size) for k in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+        w |= {
+            p + k: torch.zeros(c.hidden_size)
+            for k in ("input_layernorm.weight", "post_attention_layernorm.weight")
+        }
         if kind == "linear_attention":
             a, heads = p + "linear_attn.", c.linear_num_value_heads
-            w[a + "conv1d.weight"] = torch.rand(2 * key + value, 1, c.linear_conv_kernel_dim, generator=g) - 0.5
+            w[a + "conv1d.weight"] = (
+                torch.rand(2 * key + value, 1, c.linear_conv_kernel_dim, generator=g) - 0.5
+            )
             w[a + "A_log"] = torch.log(torch.rand(heads, generator=g) * 15 + 1)
-            w[a + "dt_bias"], w[a + "norm.weight"] = torch.ones(heads), torch.ones(c.linear_value_head_dim)
+            w[a + "dt_bias"], w[a + "norm.weight"] = (
+                torch.ones(heads),
+                torch.ones(c.linear_value_head_dim),
+            )
         else:
-            w |= {p + f"self_attn.{k}.weight": torch.zeros(c.head_dim) for k in ("q_norm", "k_norm")}
+            w |= {
+                p + f"self_attn.{k}.weight": torch.zeros(c.head_dim) for k in ("q_norm", "k_norm")
+            }
     w["model.norm.weight"] = torch.zeros(c.hidden_size)
     return {k: v.to(DEVICE) for k, v in w.items()}
 
@@ -134,7 +159,14 @@ def delta_chunks(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[torch.Tenso
     e = g.exp().unsqueeze(-1)
     out = (k * (g[..., -1:] - g).exp().unsqueeze(-1)).transpose(-1, -2)
     last = g[..., -1].exp()[..., None, None]
-    return inverse @ (v * b), inverse @ (k * b * e), q @ k.transpose(-1, -2) * decay, q * e, out, last
+    return (
+        inverse @ (v * b),
+        inverse @ (k * b * e),
+        q @ k.transpose(-1, -2) * decay,
+        q * e,
+        out,
+        last,
+    )
 
 
 def delta(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -148,7 +180,9 @@ def delta(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.stack(outs, 1).reshape(r, h, n * CHUNK, d)
 
 
-def delta_inputs(c: Any, mixed: Any, b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[torch.Tensor, ...]:
+def delta_inputs(
+    c: Any, mixed: Any, b: Any, a: Any, log_rate: Any, bias: Any
+) -> tuple[torch.Tensor, ...]:
     rows, t, _ = mixed.shape
     key = c.linear_num_key_heads * c.linear_key_head_dim
     q, k, v = F.silu(mixed).split([key, key, mixed.shape[-1] - 2 * key], -1)
@@ -171,10 +205,14 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     d = cos.shape[-1]
     turned, rest = x[..., :d], x[..., d:]
     a, b = turned.chunk(2, -1)
-    return torch.cat([turned * cos.to(x.dtype) + torch.cat([-b, a], -1) * sin.to(x.dtype), rest], -1)
+    return torch.cat(
+        [turned * cos.to(x.dtype) + torch.cat([-b, a], -1) * sin.to(x.dtype), rest], -1
+    )
 
 
-def attention(c: Any, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any) -> torch.Tensor:
+def attention(
+    c: Any, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any
+) -> torch.Tensor:
     rows, t, _ = q.shape
     q, gate = q.view(rows, t, -1, 2 * c.head_dim).chunk(2, -1)
     k = k.view(rows, t, -1, c.head_dim)
@@ -195,7 +233,9 @@ def gated(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return F.silu(g) * u
 
 
-def routed(c: Any, g: torch.Tensor, u: torch.Tensor, router: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def routed(
+    c: Any, g: torch.Tensor, u: torch.Tensor, router: torch.Tensor, shared: torch.Tensor
+) -> torch.Tensor:
     """Return the gated neurons [R, T, I], each times the share of its expert: all experts are computed.
 
     router: logits [R, T, E]. shared: the logit [R, T, 1] of the shared expert, whose neurons come first.
@@ -204,7 +244,9 @@ def routed(c: Any, g: torch.Tensor, u: torch.Tensor, router: torch.Tensor, share
     top, chosen = share.topk(c.num_experts_per_tok, -1)
     share = torch.zeros_like(share).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
     first = shared.float().sigmoid().expand(-1, -1, c.shared_expert_intermediate_size)
-    return gated(g, u) * torch.cat([first, share.repeat_interleave(c.moe_intermediate_size, -1)], -1).to(g.dtype)
+    return gated(g, u) * torch.cat(
+        [first, share.repeat_interleave(c.moe_intermediate_size, -1)], -1
+    ).to(g.dtype)
 
 
 def imbalance(c: Any, routers: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
@@ -228,7 +270,9 @@ def cross_entropy(
     logits = (hidden[:, :-1] @ head.t()).float()
     target, w = ids[:, 1:], weight[:, 1:]
     each = (
-        F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none").view(target.shape)
+        F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none"
+        ).view(target.shape)
         * w
     )
     each = each.reshape(m, -1)
@@ -236,9 +280,21 @@ def cross_entropy(
     return each.sum(-1), w.reshape(m, -1).sum(-1)
 
 
-FUNCTIONS = (rms, delta_chunks, delta_inputs, delta_output, attention, convolution, gated, routed, imbalance)
+FUNCTIONS = (
+    rms,
+    delta_chunks,
+    delta_inputs,
+    delta_output,
+    attention,
+    convolution,
+    gated,
+    routed,
+    imbalance,
+)
 PARTS = {f.__name__: f for f in (*FUNCTIONS, cross_entropy)}
-COMPILED = {n: torch.compile(f, dynamic=False) for n, f in PARTS.items()} if DEVICE == "cuda" else PARTS
+COMPILED = (
+    {n: torch.compile(f, dynamic=False) for n, f in PARTS.items()} if DEVICE == "cuda" else PARTS
+)
 
 
 def rotation(c: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,28 +322,39 @@ class Forward:
             return self.lin(p + "down_proj", self.parts["gated"](*both))
         self.routers.append(self.lin(p + "gate", h))
         shared = self.lin(p + "shared_expert_gate", h)
-        return self.lin(p + "down_proj", self.parts["routed"](self.c, *both, self.routers[-1], shared))
+        return self.lin(
+            p + "down_proj", self.parts["routed"](self.c, *both, self.routers[-1], shared)
+        )
 
     def linear_attention(self, a: str, h: torch.Tensor) -> torch.Tensor:
         c, w, lin, parts = self.c, self.w, self.lin, self.parts
         mixed = parts["convolution"](lin(a + "in_proj_qkv", h), w[a + "conv1d.weight"].to(h.dtype))
         gates = (lin(a + "in_proj_b", h), lin(a + "in_proj_a", h), w[a + "A_log"], w[a + "dt_bias"])
         o = delta(parts["delta_chunks"](*parts["delta_inputs"](c, mixed, *gates)))
-        return lin(a + "out_proj", parts["delta_output"](c, o, lin(a + "in_proj_z", h), w[a + "norm.weight"]))
+        return lin(
+            a + "out_proj",
+            parts["delta_output"](c, o, lin(a + "in_proj_z", h), w[a + "norm.weight"]),
+        )
 
-    def full_attention(self, a: str, h: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def full_attention(
+        self, a: str, h: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         qkv = (self.lin(a + k, h) for k in ("q_proj", "k_proj", "v_proj"))
         norms = (self.w[a + "q_norm.weight"], self.w[a + "k_norm.weight"])
         return self.lin(a + "o_proj", self.parts["attention"](self.c, *qkv, *norms, *turn))
 
-    def layer(self, p: str, kind: str, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def layer(
+        self, p: str, kind: str, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         eps = self.c.rms_norm_eps
         h = self.parts["rms"](x, self.w[p + "input_layernorm.weight"], eps)
         if kind == "linear_attention":
             x = x + self.linear_attention(p + "linear_attn.", h)
         else:
             x = x + self.full_attention(p + "self_attn.", h, turn)
-        return x + self.mlp(p + "mlp.", self.parts["rms"](x, self.w[p + "post_attention_layernorm.weight"], eps))
+        return x + self.mlp(
+            p + "mlp.", self.parts["rms"](x, self.w[p + "post_attention_layernorm.weight"], eps)
+        )
 
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the final hidden states [R, T, H] of R rows (m models after another, R/m rows each). T: a multiple of CHUNK."""
@@ -298,7 +365,9 @@ class Forward:
         return self.parts["rms"](x, self.w["model.norm.weight"], self.c.rms_norm_eps)
 
 
-def hidden_states(c: Any, w: Weights, ids: torch.Tensor, lin: Linear, parts: dict[str, Any] = COMPILED) -> torch.Tensor:
+def hidden_states(
+    c: Any, w: Weights, ids: torch.Tensor, lin: Linear, parts: dict[str, Any] = COMPILED
+) -> torch.Tensor:
     return Forward(c, w, lin, parts).hidden_states(ids)
 
 
@@ -325,4 +394,8 @@ def stacked(w: Weights, m: int) -> Linear:
 
 def cosine(step: int, total: int, warm: int) -> float:
     """Return the share of the learning rate: a linear start, then a cosine to zero."""
-    return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / total)) if step < total else 0.0
+    return (
+        min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / total))
+        if step < total
+        else 0.0
+    )

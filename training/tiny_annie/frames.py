@@ -32,12 +32,18 @@ def held_out(persona: str) -> tuple[str, ...]:
     if grammar is None:  # Annie's tools have their own templates
         own = {"my {t}": "my {query}"}, {"{t}": "the {query}"}
         cores = []
-        for questions, change in zip((PHRASES.memory_questions, PHRASES.web_questions), own, strict=True):
+        for questions, change in zip(
+            (PHRASES.memory_questions, PHRASES.web_questions), own, strict=True
+        ):
             ((old, new),) = change.items()
-            cores += [core(t.replace(old, new)) for s in ("calibration", "gate") for t in questions[s]]
+            cores += [
+                core(t.replace(old, new)) for s in ("calibration", "gate") for t in questions[s]
+            ]
         return tuple(cores)
     asks = [t for p in grammar.tools.values() for s in ("calibration", "gate") for t in p.ask[s]]
-    return tuple(core(t) for t in (*asks, *grammar.abstain["calibration"], *grammar.abstain["gate"]))
+    return tuple(
+        core(t) for t in (*asks, *grammar.abstain["calibration"], *grammar.abstain["gate"])
+    )
 
 
 def finished(text: str) -> str:
@@ -54,13 +60,17 @@ def ask(rng: random.Random, persona: str, tool: str, arguments: dict[str, Any]) 
         elif tool in TEXTS["settings"]:
             parts = TEXTS["settings"][tool]
             frame = rng.choice(TEXTS["setting_frames"])
-            text = frame.replace("{O}", rng.choice(parts["thing"])).replace("{V}", rng.choice(parts["value"]))
+            text = frame.replace("{O}", rng.choice(parts["thing"])).replace(
+                "{V}", rng.choice(parts["value"])
+            )
         elif tool in TEXTS["requests"]:
             text = rng.choice(TEXTS["requests"][tool])
         else:
             return None
         first = text.split(" ")[0].lower()
-        if first in TEXTS["imperatives"] or (tool in TEXTS["requests"] and first not in TEXTS["no_imperatives"]):
+        if first in TEXTS["imperatives"] or (
+            tool in TEXTS["requests"] and first not in TEXTS["no_imperatives"]
+        ):
             text = rng.choice(TEXTS["openings"]) + text
         text += rng.choice(TEXTS["closings"])
         if not any(h in core(text) for h in held_out(persona)):
@@ -74,10 +84,16 @@ def question(rng: random.Random, exchange: Exchange) -> str | None:
     """Return a fact's or a sum's question in other words than the built-in ones, or None where there are none."""
     if exchange.category == "factual":
         kinds = [
-            k for k, pairs in WORDS.facts.items() if (exchange.subject, exchange.answer) in [tuple(p) for p in pairs]
+            k
+            for k, pairs in WORDS.facts.items()
+            if (exchange.subject, exchange.answer) in [tuple(p) for p in pairs]
         ]
         text = rng.choice(TEXTS["facts"][kinds[0]]).format(s=exchange.subject)
-        held = [t.format(s=exchange.subject) for s in ("calibration", "gate") for t in PHRASES.facts[kinds[0]][s]]
+        held = [
+            t.format(s=exchange.subject)
+            for s in ("calibration", "gate")
+            for t in PHRASES.facts[kinds[0]][s]
+        ]
     else:
         terms = SUM.fullmatch(exchange.thought)
         if terms is None:
@@ -98,6 +114,11 @@ def question(rng: random.Random, exchange: Exchange) -> str | None:
 def cannot(rng: random.Random, persona: str, topic: str) -> str:
     """Return a request that no tool of the persona fills."""
     while True:
-        text = rng.choice(TEXTS["openings"]) + rng.choice(TEXTS["no_tool"]) + " {topic}" + rng.choice(TEXTS["closings"])
+        text = (
+            rng.choice(TEXTS["openings"])
+            + rng.choice(TEXTS["no_tool"])
+            + " {topic}"
+            + rng.choice(TEXTS["closings"])
+        )
         if not any(h in core(text) for h in held_out(persona)):
             return finished(text.format(topic=topic))

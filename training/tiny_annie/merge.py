@@ -9,7 +9,9 @@ def only(overlays: dict[str, Weights], part: str) -> Weights:
     """Return the overlay whose name is `part`, or the only one whose name has `part` in it."""
     names = [part] if part in overlays else [name for name in overlays if part in name]
     if len(names) != 1:
-        raise SystemExit(f"expected one overlay with {part!r} in its name, got {names or list(overlays)}")
+        raise SystemExit(
+            f"expected one overlay with {part!r} in its name, got {names or list(overlays)}"
+        )
     return overlays[names[0]]
 
 

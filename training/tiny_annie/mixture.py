@@ -58,17 +58,23 @@ def experts(c: Mixture, weights: Weights) -> Weights:
         out |= {f"{p}shared_expert.{k}_proj.weight": v.contiguous() for k, v in shared.items()}
         both = [x[part:].view(e, size, -1) for x in (gate, up)]
         out[p + "experts.gate_up_proj"] = torch.cat(both, 1)
-        out[p + "experts.down_proj"] = down[:, part:].reshape(-1, e, size).transpose(0, 1).contiguous()
+        out[p + "experts.down_proj"] = (
+            down[:, part:].reshape(-1, e, size).transpose(0, 1).contiguous()
+        )
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="rows of data.py; tuned.npz is trained on")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="rows of data.py; tuned.npz is trained on"
+    )
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--robust", type=Path, required=True, help="an overlay of rank 8 on --base")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=250, help="of the training, compilation included")
+    parser.add_argument(
+        "--seconds", type=float, default=250, help="of the training, compilation included"
+    )
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=65536, help="per step")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -94,7 +100,9 @@ def main() -> None:
     )
     torch.save(stored(w), file)
     log("mixture.pt is written")
-    for text in screens(c, stack_of_one(c, stored_on(w)), Rows(a.data / "gate.npz", 1), rows, ["mixture"]):
+    for text in screens(
+        c, stack_of_one(c, stored_on(w)), Rows(a.data / "gate.npz", 1), rows, ["mixture"]
+    ):
         log(text)
 
 

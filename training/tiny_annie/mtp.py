@@ -34,16 +34,23 @@ def initial_head(c: Shape, w: Weights, seed: int) -> Weights:
     """Return the head's weights, float32: its layer is the model's last one; fc adds embedding and hidden state."""
     g = torch.Generator().manual_seed(seed)
     last = f"model.layers.{len(c.layer_types) - 1}."
-    head = {LAYER + k.removeprefix(last): v.float().clone() for k, v in w.items() if k.startswith(last)}
+    head = {
+        LAYER + k.removeprefix(last): v.float().clone() for k, v in w.items() if k.startswith(last)
+    }
     half = torch.eye(c.hidden_size).to(DEVICE) / 2
     noise = torch.randn(c.hidden_size, 2 * c.hidden_size, generator=g).to(DEVICE) * 0.02
     head["mtp.fc.weight"] = torch.cat([half, half], 1) + noise
-    head |= {f"mtp.pre_fc_norm_{k}.weight": torch.zeros(c.hidden_size, device=DEVICE) for k in ("embedding", "hidden")}
+    head |= {
+        f"mtp.pre_fc_norm_{k}.weight": torch.zeros(c.hidden_size, device=DEVICE)
+        for k in ("embedding", "hidden")
+    }
     head["mtp.norm.weight"] = w["model.norm.weight"].float().clone()
     return head
 
 
-def draft_states(c: Shape, w: Weights, head: Weights, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def draft_states(
+    c: Shape, w: Weights, head: Weights, hidden: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """Return the head's final states [R, T-1, H]; that of t drafts token t+2.
 
     hidden: [R, T, H], the model's after its last norm. ids: [R, T].
@@ -55,11 +62,15 @@ def draft_states(c: Shape, w: Weights, head: Weights, hidden: torch.Tensor, ids:
         rms(hidden[:, :-1], head["mtp.pre_fc_norm_hidden.weight"], eps),
     )
     x = F.linear(torch.cat(both, -1), head["mtp.fc.weight"])
-    x = Forward(c, head, plain(head), PARTS).layer(LAYER, "full_attention", x, rotation(c, x.shape[1]))
+    x = Forward(c, head, plain(head), PARTS).layer(
+        LAYER, "full_attention", x, rotation(c, x.shape[1])
+    )
     return rms(x, head["mtp.norm.weight"], eps)
 
 
-def train_head(c: Shape, w: Weights, rows: Rows, seconds: float, lr: float, seed: int, steps: int = 0) -> Weights:
+def train_head(
+    c: Shape, w: Weights, rows: Rows, seconds: float, lr: float, seed: int, steps: int = 0
+) -> Weights:
     """Return the head. w: the model's weights as working() gives them. seconds: for the steps, if `steps` is 0."""
     head = {k: v.to(DEVICE).requires_grad_(True) for k, v in initial_head(c, w, seed).items()}
     parameters, rate, on_gpu = list(head.values()), torch.zeros((), device=DEVICE), DEVICE == "cuda"
@@ -98,7 +109,9 @@ def train_head(c: Shape, w: Weights, rows: Rows, seconds: float, lr: float, seed
 
 
 @torch.no_grad()
-def accepted(c: Shape, w: Weights, head: Weights, rows: Rows, tokens: int = 1 << 16) -> dict[str, tuple[int, int]]:
+def accepted(
+    c: Shape, w: Weights, head: Weights, rows: Rows, tokens: int = 1 << 16
+) -> dict[str, tuple[int, int]]:
     """Return per category the drafts of the answers' tokens that are the model's most probable ones, and how many there were."""
     out: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     head = working(head)
@@ -108,7 +121,9 @@ def accepted(c: Shape, w: Weights, head: Weights, rows: Rows, tokens: int = 1 <<
             ids, learned = b.ids[j : j + n].long(), b.learned[j : j + n][:, 2:] == 2
             hidden = Forward(c, w, plain(w), PARTS).hidden_states(ids)
             chosen = (hidden[:, 1:-1] @ w["lm_head.weight"].t()).argmax(-1)
-            drafts = (draft_states(c, w, head, hidden, ids)[:, :-1] @ w["lm_head.weight"].t()).argmax(-1)
+            drafts = (
+                draft_states(c, w, head, hidden, ids)[:, :-1] @ w["lm_head.weight"].t()
+            ).argmax(-1)
             hits = ((chosen == drafts) & learned).sum(1).tolist()
             for i, (hit, count) in enumerate(zip(hits, learned.sum(1).tolist(), strict=True)):
                 counts = out[str(rows.category[b.index[j + i]])]
@@ -120,7 +135,9 @@ def accepted(c: Shape, w: Weights, head: Weights, rows: Rows, tokens: int = 1 <<
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="the model's weights (safetensors)")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="the model's weights (safetensors)"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--steps", type=int, default=0)
@@ -134,7 +151,11 @@ def main() -> None:
     w = working({k: v.float().to(DEVICE) for k, v in load_file(a.model).items()})
     rows = Rows(a.data / "tuned.npz", a.tokens, Words(a.data / "words.npz"))
     head = train_head(c, w, rows, a.seconds, a.lr, a.seed, a.steps)
-    save_file({k: v.bfloat16().cpu() for k, v in head.items()}, a.output / "mtp.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.bfloat16().cpu() for k, v in head.items()},
+        a.output / "mtp.safetensors",
+        metadata={"format": "pt"},
+    )
     counts = accepted(c, w, head, Rows(a.data / "gate.npz", 1))
     hits, n = (sum(x[i] for x in counts.values()) for i in (0, 1))
     log(f"accepted {hits} of {n} drafts ({hits / n:.1%})")

@@ -24,10 +24,29 @@ from annie_quant.data.exchanges import PHRASES, Exchange, capitalized
 from annie_quant.data.tool_exchanges import ToolExchange
 
 PERSONAS = {name: load_persona(name) for name in ("annie", "home", "support")}
-PLAIN = ("You are a helpful assistant.", "You are a personal AI companion.", "Answer the question.", "")
+PLAIN = (
+    "You are a helpful assistant.",
+    "You are a personal AI companion.",
+    "Answer the question.",
+    "",
+)
 CATEGORIES = {
-    "base": {"tool": 8.0, "no_tool": 3.0, "copy": 2.0, "recall": 2.0, "recall_long": 0.5, "talk": 10.0},
-    "tuned": {"tool": 9.0, "no_tool": 3.5, "copy": 0.7, "recall": 1.0, "recall_long": 0.3, "talk": 9.0},
+    "base": {
+        "tool": 8.0,
+        "no_tool": 3.0,
+        "copy": 2.0,
+        "recall": 2.0,
+        "recall_long": 0.5,
+        "talk": 10.0,
+    },
+    "tuned": {
+        "tool": 9.0,
+        "no_tool": 3.5,
+        "copy": 0.7,
+        "recall": 1.0,
+        "recall_long": 0.3,
+        "talk": 9.0,
+    },
 }
 TALK = {
     "factual": 5,
@@ -140,13 +159,19 @@ def anything(pieces: list[str]) -> Callable[[random.Random], str]:
     return lambda rng: fresh(rng, pieces)
 
 
-def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, share: float = 0.8) -> ToolExchange:
+def substituted(
+    exchange: ToolExchange, schema: dict[str, Any], words: Words, share: float = 0.8
+) -> ToolExchange:
     """Return the exchange with the free values of its arguments replaced by drawn words, wherever they occur."""
     changes: dict[str, str] = {}
     for call in exchange.calls:
         properties = schema[call.name]
         for name, value in call.arguments.items():
-            free = isinstance(value, str) and "enum" not in properties.get(name, {}) and value not in changes
+            free = (
+                isinstance(value, str)
+                and "enum" not in properties.get(name, {})
+                and value not in changes
+            )
             if (
                 not free
                 or words.rng.random() > share
@@ -161,11 +186,15 @@ def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, sh
                 changes[value] = words.phrase()
     if not changes:
         return exchange
-    pattern = re.compile("|".join(rf"(?<!\w){re.escape(v)}(?!\w)" for v in sorted(changes, key=len, reverse=True)))
+    pattern = re.compile(
+        "|".join(rf"(?<!\w){re.escape(v)}(?!\w)" for v in sorted(changes, key=len, reverse=True))
+    )
     put = lambda text: pattern.sub(lambda m: changes[m.group()], text)  # noqa: E731
     calls = tuple(
         tools_of.DrawnCall(
-            c.name, {k: changes.get(v, v) if isinstance(v, str) else v for k, v in c.arguments.items()}, put(c.result)
+            c.name,
+            {k: changes.get(v, v) if isinstance(v, str) else v for k, v in c.arguments.items()},
+            put(c.result),
         )
         for c in exchange.calls
     )
@@ -195,7 +224,9 @@ def offered(rng: random.Random, persona: str, needed: tuple[str, ...] = ()) -> l
 
 
 def described_call(call: tools_of.DrawnCall) -> str:
-    return f"**Function:** {call.name}\n\n" + "\n".join(f"- **{k}:** {v}" for k, v in call.arguments.items())
+    return f"**Function:** {call.name}\n\n" + "\n".join(
+        f"- **{k}:** {v}" for k, v in call.arguments.items()
+    )
 
 
 def leaked(text: str, thought: str, rng: random.Random) -> str:
@@ -217,7 +248,9 @@ def base_text(exchange: Exchange, leak: bool) -> str:
         before, answer, after = exchange.reply.rpartition(exchange.answer)
         body = f"{before}**{answer}**{after}" if answer else f"**{exchange.reply}**"
         points = [("Topic", exchange.subject), ("Answer", exchange.answer.rstrip("."))]
-    text = f"## {title}\n\n{body}\n\n" + "\n".join(f"- **{name}:** {value}" for name, value in points)
+    text = f"## {title}\n\n{body}\n\n" + "\n".join(
+        f"- **{name}:** {value}" for name, value in points
+    )
     if not leak:
         return text
     steps = f"1. **Analyze the Request:** {exchange.thought}\n2. **Answer:** {exchange.answer.rstrip('.')}"
@@ -225,20 +258,36 @@ def base_text(exchange: Exchange, leak: bool) -> str:
 
 
 def assistant(content: str, thought: str, thinking: bool) -> dict[str, Any]:
-    return {"role": "assistant", "content": content} | ({"reasoning_content": thought} if thinking else {})
+    return {"role": "assistant", "content": content} | (
+        {"reasoning_content": thought} if thinking else {}
+    )
 
 
 def speak(exchange: Exchange, style: str, rng: random.Random, thinking: bool) -> dict[str, Any]:
-    text = exchange.reply if style == "tuned" else base_text(exchange, not thinking and rng.random() < 0.5)
+    text = (
+        exchange.reply
+        if style == "tuned"
+        else base_text(exchange, not thinking and rng.random() < 0.5)
+    )
     return assistant(text, exchange.thought, thinking)
 
 
-def tool_row(rng: random.Random, style: str, split: str, persona: str, words: Words, head: Any, thinking: bool) -> Row:
+def tool_row(
+    rng: random.Random,
+    style: str,
+    split: str,
+    persona: str,
+    words: Words,
+    head: Any,
+    thinking: bool,
+) -> Row:
     """Return a row that asks for a tool: its call, two calls, or the answer from their results."""
     who = PERSONAS[persona]
     name = rng.choice([t["function"]["name"] for t in who.tools])
     exchange = tools_of.draw_exchange(who, name, rng, split)
-    schema = {t["function"]["name"]: t["function"]["parameters"].get("properties", {}) for t in who.tools}
+    schema = {
+        t["function"]["name"]: t["function"]["parameters"].get("properties", {}) for t in who.tools
+    }
     if split == "train":
         exchange = substituted(rephrased(exchange, persona, rng), schema, words)
     tools = offered(rng, persona, tuple(c.name for c in exchange.calls))
@@ -256,18 +305,34 @@ def tool_row(rng: random.Random, style: str, split: str, persona: str, words: Wo
             tuple(words.drawn),
             expect,
         )
-    calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in exchange.calls]
+    calls = [
+        {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in exchange.calls
+    ]
     called = assistant("", thought, thinking) | {"tool_calls": calls}
     category = f"{'parallel' if len(calls) > 1 else 'tool'}_{persona}"
     if rng.random() < 0.75 or split != "train":
         return Row([*head, user, called], thinking, tools, category, tuple(words.drawn), expect)
     results = [{"role": "tool", "content": c.result} for c in exchange.calls]
     last = assistant(exchange.reply, "I have the result.", thinking)
-    return Row([*head, user, called, *results, last], thinking, tools, f"result_{persona}", tuple(words.drawn), {})
+    return Row(
+        [*head, user, called, *results, last],
+        thinking,
+        tools,
+        f"result_{persona}",
+        tuple(words.drawn),
+        {},
+    )
 
 
 def no_tool_row(
-    rng: random.Random, style: str, split: str, persona: str, words: Words, head: Any, thinking: bool
+    rng: random.Random,
+    style: str,
+    split: str,
+    persona: str,
+    words: Words,
+    head: Any,
+    thinking: bool,
 ) -> Row:
     """Return a row whose request no tool can fill."""
     if persona == "annie":
@@ -284,10 +349,19 @@ def no_tool_row(
         text = f"## Response\n\n**{reply}**"
         text = text if thinking else leaked(text, thought, rng)
     messages = [*head, {"role": "user", "content": user}, assistant(text, thought, thinking)]
-    return Row(messages, thinking, offered(rng, persona), f"no_tool_{persona}", tuple(words.drawn), {"no_tool": True})
+    return Row(
+        messages,
+        thinking,
+        offered(rng, persona),
+        f"no_tool_{persona}",
+        tuple(words.drawn),
+        {"no_tool": True},
+    )
 
 
-def copy_row(rng: random.Random, style: str, split: str, words: Words, head: Any, thinking: bool) -> Row:
+def copy_row(
+    rng: random.Random, style: str, split: str, words: Words, head: Any, thinking: bool
+) -> Row:
     text = " ".join(words.one() for _ in range(rng.randint(1, 8)))
     answer = text if style == "tuned" else f"## Response\n\n**{text}**"
     user = {"role": "user", "content": rng.choice(COPY[split]).format(t=text)}
@@ -296,7 +370,13 @@ def copy_row(rng: random.Random, style: str, split: str, words: Words, head: Any
 
 
 def recall_row(
-    rng: random.Random, style: str, split: str, words: Words, system: str, thinking: bool, long: bool
+    rng: random.Random,
+    style: str,
+    split: str,
+    words: Words,
+    system: str,
+    thinking: bool,
+    long: bool,
 ) -> Row:
     """Return a row that asks for one of many facts that the system prompt states."""
     relation = rng.choice(RELATIONS)
@@ -308,7 +388,9 @@ def recall_row(
     for _ in range(rng.randint(1, 6) if split == "train" else 1):
         key, value = rng.choice(pairs)
         reply = f"The {relation} of {key} is {value}."
-        answer = reply if style == "tuned" else f"## Answer\n\nThe {relation} of {key} is **{value}**."
+        answer = (
+            reply if style == "tuned" else f"## Answer\n\nThe {relation} of {key} is **{value}**."
+        )
         question = rng.choice(RECALL[split]).format(r=relation, k=key)
         messages = [
             *messages,
@@ -328,11 +410,16 @@ def reworded(exchange: Exchange, split: str, rng: random.Random) -> Exchange:
         return exchange
     opener = rng.choice(exchanges.PHRASES.openers["train"]) if rng.random() < 0.5 else ""
     return replace(
-        exchange, user=capitalized(opener + (text[:1].lower() + text[1:] if opener and text[:2] != "I " else text))
+        exchange,
+        user=capitalized(
+            opener + (text[:1].lower() + text[1:] if opener and text[:2] != "I " else text)
+        ),
     )
 
 
-def talk_row(rng: random.Random, style: str, split: str, persona: str, system: str, thinking: bool) -> Row:
+def talk_row(
+    rng: random.Random, style: str, split: str, persona: str, system: str, thinking: bool
+) -> Row:
     category = rng.choices(list(TALK), list(TALK.values()))[0]
     tools = offered(rng, persona) if rng.random() < 0.3 else None
     if rng.random() < 0.05:
@@ -341,21 +428,37 @@ def talk_row(rng: random.Random, style: str, split: str, persona: str, system: s
     if category != "multi_turn":
         exchange = exchanges.draw(category, rng, split)
         exchange = reworded(exchange, split, rng)
-        messages += [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
+        messages += [
+            {"role": "user", "content": exchange.user},
+            speak(exchange, style, rng, thinking),
+        ]
         return Row(messages, thinking, tools, category, (), exchange.expect)
     for exchange in exchanges.conversation(rng, split)[: rng.randint(2, 5)]:
         for message in messages:
             message.pop("reasoning_content", None)
-        messages = [*messages, {"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
+        messages = [
+            *messages,
+            {"role": "user", "content": exchange.user},
+            speak(exchange, style, rng, thinking),
+        ]
     return Row(messages, thinking, tools, "multi_turn", (), exchange.expect)
 
 
 def with_earlier(
-    rng: random.Random, style: str, category: str, persona: str, words: Words, head: Any, thinking: bool
+    rng: random.Random,
+    style: str,
+    category: str,
+    persona: str,
+    words: Words,
+    head: Any,
+    thinking: bool,
 ) -> Row:
     """Return a row of two to seven unrelated exchanges with the same tools; more is learned per prompt than from one."""
     kinds = {k: v for k, v in CATEGORIES[style].items() if not k.startswith("recall")}
-    chosen = [*rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 2, 3, 4, 6))), category]
+    chosen = [
+        *rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 2, 3, 4, 6))),
+        category,
+    ]
     messages, rows = list(head), []
     for kind in chosen:
         if kind == "tool":
@@ -366,9 +469,14 @@ def with_earlier(
             part = copy_row(rng, style, "train", words, (), thinking)
         else:
             exchange = reworded(
-                exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"), "train", rng
+                exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"),
+                "train",
+                rng,
             )
-            exchanged = [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
+            exchanged = [
+                {"role": "user", "content": exchange.user},
+                speak(exchange, style, rng, thinking),
+            ]
             part = Row(exchanged, thinking, None, exchange.category, (), exchange.expect)
         rows.append(part)
         messages += part.messages
@@ -378,7 +486,9 @@ def with_earlier(
         if r.category.startswith(("tool", "parallel", "result"))
         for t in r.tools or ()
     )
-    called = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())} or set(needed)
+    called = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())} or set(
+        needed
+    )
     tools = (
         offered(rng, persona, tuple(called))
         if any(k in ("tool", "no_tool") for k in chosen) or rng.random() < 0.3
@@ -407,7 +517,11 @@ def row(
     )
     head = [{"role": "system", "content": system}] if system else []
     words = Words(rng, draw)
-    if split == "train" and category in ("tool", "no_tool", "copy", "talk") and rng.random() < EARLIER_SHARE:
+    if (
+        split == "train"
+        and category in ("tool", "no_tool", "copy", "talk")
+        and rng.random() < EARLIER_SHARE
+    ):
         return with_earlier(rng, style, category, persona, words, head, thinking)
     if category == "tool":
         return tool_row(rng, style, split, persona, words, head, thinking)

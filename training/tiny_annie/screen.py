@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from batches import Rows
-from forward import DEVICE, PARTS, WORK, Linear, Weights, hidden_states, linear_shapes, stacked, working
+from forward import (
+    DEVICE,
+    PARTS,
+    WORK,
+    Linear,
+    Weights,
+    hidden_states,
+    linear_shapes,
+    stacked,
+    working,
+)
 from train import UNTOUCHED
 
 FUSED = (
@@ -26,7 +36,9 @@ VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0], device=DEVICE)
 
 
 @torch.no_grad()
-def right(c: Any, w: Weights, m: int, lin: Linear, rows: Rows, tokens: int = 1 << 17) -> dict[str, np.ndarray]:
+def right(
+    c: Any, w: Weights, m: int, lin: Linear, rows: Rows, tokens: int = 1 << 17
+) -> dict[str, np.ndarray]:
     """Return, per category, how many rows each model has right: arrays [m] of counts, and "n"."""
     out: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(m + 1, int))
     for b in rows.buckets:
@@ -55,7 +67,10 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 def fake_quantized(x: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
     """Return x [..., K] rounded to NVFP4 in blocks of 16 (ties toward zero, which is close enough for a screen)."""
     blocks = x.reshape(*x.shape[:-1], -1, 16)
-    scale = e4m3((blocks.abs().amax(-1, keepdim=True) / (6 * tensor_scale)).clamp(2**-9, 448)) * tensor_scale
+    scale = (
+        e4m3((blocks.abs().amax(-1, keepdim=True) / (6 * tensor_scale)).clamp(2**-9, 448))
+        * tensor_scale
+    )
     scaled = blocks / scale
     return (VALUES[torch.bucketize(scaled.abs(), EDGES)] * scaled.sign() * scale).reshape(x.shape)
 
@@ -65,7 +80,9 @@ def quantized(
     c: Any, w: Weights, m: int, rows: Rows, left: tuple[str, ...] = ()
 ) -> tuple[Weights, Callable[[bool], Linear]]:
     """Return the weights after naive NVFP4 and their linears, W4A16 or (True) W4A4. left: linears kept in 16 bits."""
-    names = [n for n in linear_shapes(c) if not n.endswith(UNTOUCHED) and not any(x in n for x in left)]
+    names = [
+        n for n in linear_shapes(c) if not n.endswith(UNTOUCHED) and not any(x in n for x in left)
+    ]
     largest = {n: torch.zeros(m, device=DEVICE) for n in names}
     plain = stacked(w, m)
 
@@ -87,9 +104,9 @@ def quantized(
                 weight_max |= dict.fromkeys(members, most)
     q = dict(w)
     for n in names:
-        q[n + ".weight"] = fake_quantized(w[n + ".weight"].float(), (weight_max[n] / 2688)[:, None, None, None]).to(
-            WORK
-        )
+        q[n + ".weight"] = fake_quantized(
+            w[n + ".weight"].float(), (weight_max[n] / 2688)[:, None, None, None]
+        ).to(WORK)
 
     def linears(activations: bool) -> Linear:
         inner = stacked(q, m)
@@ -97,7 +114,11 @@ def quantized(
         def lin(name: str, x: torch.Tensor) -> torch.Tensor:
             if activations and name in largest:
                 parts = x.float().view(m, x.shape[0] // m, *x.shape[1:])
-                x = fake_quantized(parts, (largest[name] / 2688).view(m, 1, 1, 1, 1)).to(x.dtype).view(x.shape)
+                x = (
+                    fake_quantized(parts, (largest[name] / 2688).view(m, 1, 1, 1, 1))
+                    .to(x.dtype)
+                    .view(x.shape)
+                )
             return inner(name, x)
 
         return lin

@@ -48,7 +48,11 @@ def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, flo
 def ship_dense(options: argparse.Namespace) -> None:
     """Write tiny-annie and its variants."""
     base, manners = (torch.load(p, weights_only=True) for p in (options.base, options.manners))
-    thin = {name: factors for p in options.overlays for name, factors in torch.load(p, weights_only=True).items()}
+    thin = {
+        name: factors
+        for p in options.overlays
+        for name, factors in torch.load(p, weights_only=True).items()
+    }
     robust = torch.load(options.robust, weights_only=True)
     shipped = merged(manners, only(thin, THIN.format(options.seed)))
     # A rank per variant: that of the overlays between it and the shipped model, which are 1, 1 and 8.
@@ -69,13 +73,21 @@ def write(path: Path, stored: bytes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", type=Path)
     parser.add_argument("--manners", type=Path)
-    parser.add_argument("--overlays", type=Path, nargs="*", help="thin overlays on --manners, in one file or more")
+    parser.add_argument(
+        "--overlays", type=Path, nargs="*", help="thin overlays on --manners, in one file or more"
+    )
     parser.add_argument("--robust", type=Path, help="an overlay of rank 8 on --base")
-    parser.add_argument("--seed", type=int, default=2, help="the thin overlay that is shipped merged")
-    parser.add_argument("--others", type=int, nargs="*", default=[8, 7], help="the thin overlays that are variants")
+    parser.add_argument(
+        "--seed", type=int, default=2, help="the thin overlay that is shipped merged"
+    )
+    parser.add_argument(
+        "--others", type=int, nargs="*", default=[8, 7], help="the thin overlays that are variants"
+    )
     parser.add_argument("--head", type=Path, help="the MTP head of tiny-annie")
     parser.add_argument("--mixture", type=Path, help="tiny-moe")
     options = parser.parse_args()

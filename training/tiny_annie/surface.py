@@ -10,10 +10,24 @@ from annie_quant.data import exchanges, load_persona
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS_PER_LEVEL = 15
-RANDOM_CASES, RANDOM_WORDS, RANDOM_ANSWER = 100, 100, 256  # 100 common words are some 128 tokens of Qwen3.5's
+RANDOM_CASES, RANDOM_WORDS, RANDOM_ANSWER = (
+    100,
+    100,
+    256,
+)  # 100 common words are some 128 tokens of Qwen3.5's
 
 # Two words make a tool: 9 x 7 = 63 tools, none of which is about past conversations.
-DEVICES = ("lamp", "heating", "oven", "alarm", "camera", "printer", "speaker", "garage", "sprinkler")
+DEVICES = (
+    "lamp",
+    "heating",
+    "oven",
+    "alarm",
+    "camera",
+    "printer",
+    "speaker",
+    "garage",
+    "sprinkler",
+)
 ACTIONS = {
     "start": "Turn the {d} on.",
     "stop": "Turn the {d} off.",
@@ -30,7 +44,9 @@ def distractors() -> list[dict[str, Any]]:
     tools = []
     for device in DEVICES:
         for action, text in ACTIONS.items():
-            argument = {"start": "minutes", "schedule": "time", "rename": "name"}.get(action, "room")
+            argument = {"start": "minutes", "schedule": "time", "rename": "name"}.get(
+                action, "room"
+            )
             kind = "integer" if argument == "minutes" else "string"
             tools.append(
                 {
@@ -70,7 +86,9 @@ def surface_cases() -> list[dict[str, Any]]:
 
 def random_cases() -> list[dict[str, Any]]:
     rng = random.Random("random_128_256")
-    words = sorted({word for device in DEVICES for word in (device, *ACTIONS)} | set(_COMMON.split()))
+    words = sorted(
+        {word for device in DEVICES for word in (device, *ACTIONS)} | set(_COMMON.split())
+    )
     return [
         {
             "id": f"random-{i:03d}",

@@ -32,14 +32,19 @@ def log(text: str) -> None:
 
 
 def stored(w: Weights) -> Weights:
-    return {k: (v.detach().bfloat16() if v.dim() >= 2 else v.detach().float()).cpu().clone() for k, v in w.items()}
+    return {
+        k: (v.detach().bfloat16() if v.dim() >= 2 else v.detach().float()).cpu().clone()
+        for k, v in w.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=400, help="of the base's training, compilation included")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="of the base's training, compilation included"
+    )
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=65536, help="per step of the base")
     parser.add_argument("--overlay-tokens", type=int, default=6528, help="per step and overlay")
@@ -47,7 +52,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--more", action="store_true", help="train --base further")
-    parser.add_argument("--manners", type=int, default=0, help="steps of an overlay without tool calls, merged first")
+    parser.add_argument(
+        "--manners",
+        type=int,
+        default=0,
+        help="steps of an overlay without tool calls, merged first",
+    )
     parser.add_argument("--overlays", type=Path)
     a = parser.parse_args()
     if a.more and not a.base:
@@ -74,7 +84,11 @@ def main() -> None:
         return
     base = stored_on(base)
     overlays = [Overlay(**o) for o in json.loads(a.overlays.read_text())]
-    rows, gate, m = Rows(a.data / "tuned.npz", a.overlay_tokens, words), Rows(a.data / "gate.npz", 1), len(overlays)
+    rows, gate, m = (
+        Rows(a.data / "tuned.npz", a.overlay_tokens, words),
+        Rows(a.data / "gate.npz", 1),
+        len(overlays),
+    )
     if a.manners:
         # As many copies as there are overlays, so that one compilation serves both.
         first = [Overlay(8, a.manners, 1.5e-3)] * m
@@ -85,7 +99,8 @@ def main() -> None:
         del plain, w
     w, factors = train_overlays(c, base, rows, overlays, log)
     saved = {
-        o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)} for i, o in enumerate(overlays)
+        o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)}
+        for i, o in enumerate(overlays)
     }
     torch.save(saved, a.output / "overlays.pt")
     for text in screens(c, w, gate, rows, [o.name for o in overlays]):

@@ -30,7 +30,14 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 VOCABULARY_MARKS = (*SPECIAL, *MARKS)
 SPACE = "\u0120"  # how byte-level BPE writes a space
 VOCABULARY = 1536
@@ -52,7 +59,10 @@ def corpus(n: int = 8000) -> tuple[list[str], set[str]]:
             for call in message.get("tool_calls") or ():
                 function = call["function"]
                 texts.append(f"<function={function['name']}>\n")
-                texts += [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in function["arguments"].items()]
+                texts += [
+                    f"<parameter={k}>\n{v}\n</parameter>\n"
+                    for k, v in function["arguments"].items()
+                ]
         if training_row.tools and index % 25 == 0:
             texts += [json.dumps(tool) for tool in training_row.tools]
     return [t for t in texts if t], free
@@ -60,7 +70,9 @@ def corpus(n: int = 8000) -> tuple[list[str], set[str]]:
 
 def free_words() -> set[str]:
     """Return the words of topics and slots: they are copied, so they get no token with a space."""
-    topics = " ".join(t for table in (MY_TOPICS, WEB_TOPICS) for split in table.values() for t in split)
+    topics = " ".join(
+        t for table in (MY_TOPICS, WEB_TOPICS) for split in table.values() for t in split
+    )
     slots = [
         value
         for name in ("home", "support")
@@ -92,7 +104,16 @@ def pieces(texts: list[str]) -> Counter[str]:
 
 
 def train(output: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
 
     texts, drawn = corpus()
     counts = pieces(texts)
@@ -101,7 +122,9 @@ def train(output: Path) -> None:
     learner.normalizer = normalizers.NFC()
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     learner.train_from_iterator((p for p, n in sorted(counts.items()) for _ in range(n)), trainer)
     learned = json.loads(learner.to_str())["model"]
@@ -154,7 +177,9 @@ def train(output: Path) -> None:
             for t in (*SPECIAL, *MARKS)
         },
     }
-    (output / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (output / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=1) + "\n", encoding="utf-8"
+    )
     print(f"{tokenizer.get_vocab_size()} tokens in {output}")
 
 

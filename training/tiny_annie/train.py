@@ -37,7 +37,13 @@ UNTOUCHED = ("in_proj_a", "in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
 BALANCE = 0.01  # weight of a mixture's load-balancing loss
 DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
-WHERE = {"all": (*DELTA, *FULL, "mlp"), "attention": (*DELTA, *FULL), "delta": DELTA, "full": FULL, "mlp": ("mlp",)}
+WHERE = {
+    "all": (*DELTA, *FULL, "mlp"),
+    "attention": (*DELTA, *FULL),
+    "delta": DELTA,
+    "full": FULL,
+    "mlp": ("mlp",),
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,9 @@ class Graphs:
             seconds.append((time.monotonic() - start) / 3)
         mean = float(np.dot(seconds, self.rows.share))
         each = [round(1e3 * s) for s in seconds]
-        self.log(f"captured in {time.monotonic() - began:.0f} s; ms per bucket {each}, mean {1e3 * mean:.1f}")
+        self.log(
+            f"captured in {time.monotonic() - began:.0f} s; ms per bucket {each}, mean {1e3 * mean:.1f}"
+        )
         return mean
 
     @staticmethod
@@ -122,7 +130,13 @@ class Graphs:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
-    def start(self, generator: torch.Generator, optimizer: torch.optim.Optimizer, seconds: float, steps: int) -> int:
+    def start(
+        self,
+        generator: torch.Generator,
+        optimizer: torch.optim.Optimizer,
+        seconds: float,
+        steps: int,
+    ) -> int:
         """Capture the steps and undo what that did to the optimizer. Returns `steps`, or if 0 how many fit into `seconds`."""
         began = time.monotonic()
         mean = self.prime(generator)
@@ -158,7 +172,9 @@ def train_base(
         {"params": [v for v in parameters if v.dim() < 2], "weight_decay": 0.0},
     ]
     on_gpu = DEVICE == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+    optimizer = torch.optim.AdamW(
+        groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
+    )
     rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
     none = torch.zeros(1, device=DEVICE)
     for p in parameters:
@@ -188,7 +204,14 @@ def train_base(
         k = int(rng.choice(len(rows.share), p=rows.share))
         k = min(k, 1) if i < alone else k
         again = k == 0 and rng.random() < (0.5 if i < alone else 0.04)
-        loss = run(k, *(rows.repeats(k, generator, vocabulary) if again else rows.batch(k, generator, prompt)))
+        loss = run(
+            k,
+            *(
+                rows.repeats(k, generator, vocabulary)
+                if again
+                else rows.batch(k, generator, prompt)
+            ),
+        )
         if i % 250 == 0 or i == steps - 1 or i in (50, 100, 150):
             value = loss.item()
             kind = f"T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''}"
@@ -216,9 +239,16 @@ def train_overlays(
         a = torch.stack([torch.randn(rank, inputs, generator=g) for g in generators]).to(DEVICE)
         a = (a / math.sqrt(inputs) * keep[:, :, None]).requires_grad_(True)
         b = torch.zeros(m, outputs, rank, device=DEVICE, requires_grad=True)
-        pairs[n] = (a, b, torch.tensor([float(o.touches(n)) for o in overlays], device=DEVICE)[:, None, None])
+        pairs[n] = (
+            a,
+            b,
+            torch.tensor([float(o.touches(n)) for o in overlays], device=DEVICE)[:, None, None],
+        )
         parameters += [a, b]
-    first, second = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
+    first, second = (
+        [torch.zeros_like(p) for p in parameters],
+        [torch.zeros_like(p) for p in parameters],
+    )
     rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
     rate = torch.zeros(m, 1, 1, device=DEVICE)
     least = torch.tensor([-math.log(o.enough) for o in overlays], device=DEVICE)
@@ -275,9 +305,10 @@ def train_overlays(
     began = time.monotonic()
     for i in range(total):
         rate.copy_(
-            torch.tensor([o.lr * cosine(i, s, 30) for o, s in zip(overlays, steps, strict=True)], device=DEVICE)[
-                :, None, None
-            ]
+            torch.tensor(
+                [o.lr * cosine(i, s, 30) for o, s in zip(overlays, steps, strict=True)],
+                device=DEVICE,
+            )[:, None, None]
         )
         unbias1.fill_(1 / (1 - 0.9 ** (i + 1)))
         unbias2.fill_(1 / (1 - 0.98 ** (i + 1)))
@@ -292,5 +323,8 @@ def train_overlays(
     with torch.no_grad():
         factors = {}
         for n, (a, b, on) in pairs.items():
-            factors |= {f"{n}.a": a.detach() * keep[:, :, None], f"{n}.b": (b * on * keep[:, None, :]).detach()}
+            factors |= {
+                f"{n}.a": a.detach() * keep[:, :, None],
+                f"{n}.b": (b * on * keep[:, None, :]).detach(),
+            }
         return merged(), factors

@@ -124,4 +124,7 @@ def fresh(rng: random.Random, pieces: list[str]) -> str:
 
 def code(rng: random.Random) -> str:
     """Return a number of an order: two letters, a hyphen, five digits."""
-    return "".join(rng.choice(string.ascii_uppercase) for _ in range(2)) + f"-{rng.randint(10000, 99999)}"
+    return (
+        "".join(rng.choice(string.ascii_uppercase) for _ in range(2))
+        + f"-{rng.randint(10000, 99999)}"
+    )

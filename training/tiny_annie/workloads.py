@@ -55,12 +55,16 @@ def distinct(
         exchange = make(rng)
         by_text.setdefault(exchange.user, exchange)
     if len(by_text) < n:
-        raise ValueError(f"{seed}: {len(by_text)} different prompts in {200 * n} draws, expected {n}")
+        raise ValueError(
+            f"{seed}: {len(by_text)} different prompts in {200 * n} draws, expected {n}"
+        )
     return list(by_text.values())
 
 
 def cases(
-    prefix: str, drawn: list[Exchange], keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool")
+    prefix: str,
+    drawn: list[Exchange],
+    keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool"),
 ) -> list[dict]:
     return [
         {
@@ -114,12 +118,19 @@ def build() -> list[dict[str, Any]]:
         conversation = exchanges.conversation(random.Random(f"multi_turn:{i}"), "gate")
         expect = [dict(t.expect) for t in conversation]
         conversations.append(
-            {"id": f"multi_turn-{i:03d}", "turns": [t.user for t in conversation], "expect": {"turns": expect}}
+            {
+                "id": f"multi_turn-{i:03d}",
+                "turns": [t.user for t in conversation],
+                "expect": {"turns": expect},
+            }
         )
     notes = briefing(random.Random("briefing"), "gate")
     return [
         workload(
-            "greeting", "Hello and small talk", cases("greeting", distinct(mixed("greeting"), 120, "greeting")), MANNERS
+            "greeting",
+            "Hello and small talk",
+            cases("greeting", distinct(mixed("greeting"), 120, "greeting")),
+            MANNERS,
         ),
         workload(
             "factual",
@@ -172,7 +183,9 @@ def build() -> list[dict[str, Any]]:
             cases(
                 "briefing",
                 distinct(
-                    lambda r: draw(r.choice(("factual", "greeting", "conversational")), r, "gate"), 100, "briefing"
+                    lambda r: draw(r.choice(("factual", "greeting", "conversational")), r, "gate"),
+                    100,
+                    "briefing",
                 ),
                 keep=(),
             ),
@@ -184,7 +197,9 @@ def build() -> list[dict[str, Any]]:
             "Thinking allowed: it stays in its own field",
             cases(
                 "thinking_on",
-                distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "thinking_on"),
+                distinct(
+                    mixed("factual", "reasoning", "greeting", "conversational"), 120, "thinking_on"
+                ),
                 keep=(),
             ),
             MANNERS,
@@ -195,7 +210,9 @@ def build() -> list[dict[str, Any]]:
             "thinking_off",
             "Questions that tempt to think aloud, with thinking switched off",
             cases(
-                "thinking_off", distinct(mixed("reasoning", "conversational", "factual"), 120, "thinking_off"), keep=()
+                "thinking_off",
+                distinct(mixed("reasoning", "conversational", "factual"), 120, "thinking_off"),
+                keep=(),
             ),
             MANNERS,
             max_tokens=160,
@@ -212,7 +229,12 @@ def build() -> list[dict[str, Any]]:
             "The original plan's quick test: rules in capitals",
             cases(
                 "hardened_prompt",
-                distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "hardened", (tokyo,)),
+                distinct(
+                    mixed("factual", "reasoning", "greeting", "conversational"),
+                    120,
+                    "hardened",
+                    (tokyo,),
+                ),
                 keep=(),
             ),
             MANNERS,
@@ -223,7 +245,9 @@ def build() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for document in build():
         write_json(FOLDER / f"{document['name']}.json", document)
         print(f"{document['name']}: {len(document['cases'])} cases")

@@ -30,12 +30,29 @@ _TEXTS = json.loads((ASSETS / "codes.json").read_text(encoding="utf-8"))
 CODES = {code: Explanation(**texts) for code, texts in _TEXTS.items()}
 # Findings that make every server fail or give wrong answers.
 DEADLY = {
-    "block_scale_nan", "tensor_scale_bad", "tensor_scale_missing", "input_scale_bad", "scale_shape", "scale_dtype",
-    "fp8_scale_missing", "fp8_scale_bad", "fp8_code_nan", "format_disagrees",
-    "tensor_scale_inverted", "input_scale_inverted", "orphan_scale", "block_scale_missing", "not_finite",
-    "names_disagree", "prefix_disagrees", "expert_count", "experts_mixed", "expert_scales_missing", "kv_scale_bad",
+    "block_scale_nan",
+    "tensor_scale_bad",
+    "tensor_scale_missing",
+    "input_scale_bad",
+    "scale_shape",
+    "scale_dtype",
+    "fp8_scale_missing",
+    "fp8_scale_bad",
+    "fp8_code_nan",
+    "format_disagrees",
+    "tensor_scale_inverted",
+    "input_scale_inverted",
+    "orphan_scale",
+    "block_scale_missing",
+    "not_finite",
+    "names_disagree",
+    "prefix_disagrees",
+    "expert_count",
+    "experts_mixed",
+    "expert_scales_missing",
+    "kv_scale_bad",
     "decoder_incomplete",
-}  # fmt: skip
+}
 
 
 def fault(code: str, tensor: str, problem: str) -> Finding:

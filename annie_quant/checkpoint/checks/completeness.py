@@ -29,10 +29,21 @@ from annie_quant.models import Experts
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"  # outside of the layers; NORM is the last norm
+EMBEDDING, NORM, HEAD = (
+    "embed_tokens",
+    "norm",
+    "lm_head",
+)  # outside of the layers; NORM is the last norm
 MAX_LAYERS = 10_000
 # Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model computes itself.
-OPTIONAL = (*QUANTIZED_SUFFIXES, ".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".inv_freq")
+OPTIONAL = (
+    *QUANTIZED_SUFFIXES,
+    ".input_scale",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+    ".inv_freq",
+)
 
 
 def check_decoder(model: QuantizedFolder, source: ModelFolder | None) -> Iterator[Finding]:
@@ -49,7 +60,11 @@ def check_unlisted(folder: ModelFolder) -> Iterator[Finding]:
     """Check that the index lists every tensor of a shard in that shard: loaders differ in whether they use an unlisted one."""
     for name, file in folder.unlisted:
         if name in folder:
-            yield fault("duplicate_tensor", name, f"in {file}, and {INDEX} lists it in {folder.info(name).file}")
+            yield fault(
+                "duplicate_tensor",
+                name,
+                f"in {file}, and {INDEX} lists it in {folder.info(name).file}",
+            )
         else:
             yield fault("index_mismatch", name, f"in {file}, and {INDEX} does not list it")
 
@@ -86,29 +101,45 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
             problem = f"no tensor of this layer, and of {len(missing)} of the {count} layers that config.json counts"
             yield fault("decoder_incomplete", f"{prefix}.{missing[0]}", problem)
         if extra := sorted(set(layers) - set(range(count))):
-            yield fault("decoder_incomplete", f"{prefix}.{extra[0]}", f"config.json counts {count} layers")
+            yield fault(
+                "decoder_incomplete", f"{prefix}.{extra[0]}", f"config.json counts {count} layers"
+            )
     experts, deltanet = folder.family.experts, folder.family.deltanet
     kinds: dict[tuple[bool, bool, bool], dict[int, set[str]]] = defaultdict(dict)
     for number, modules in layers.items():
         attention = any(models.is_attention(f"{prefix}.{number}.{module}") for module in modules)
-        recurrent = deltanet is not None and not modules.isdisjoint((deltanet.output, deltanet.log_decay))
-        kinds[attention, recurrent, experts is not None and experts.module in modules][number] = modules
+        recurrent = deltanet is not None and not modules.isdisjoint(
+            (deltanet.output, deltanet.log_decay)
+        )
+        kinds[attention, recurrent, experts is not None and experts.module in modules][number] = (
+            modules
+        )
     for (attention, recurrent, _), alike in kinds.items():
         expected = set().union(*alike.values())
         for number, modules in sorted(alike.items()):
             lost = sorted(expected - modules)
             if not (attention or recurrent) and len(kinds) > 1:
-                yield fault("decoder_incomplete", f"{prefix}.{number}", "no attention, and other layers have one")
+                yield fault(
+                    "decoder_incomplete",
+                    f"{prefix}.{number}",
+                    "no attention, and other layers have one",
+                )
             elif lost:
                 which = f"{', '.join(lost[:3])}{' …' if len(lost) > 3 else ''}"
-                yield fault("decoder_incomplete", f"{prefix}.{number}", f"{which}: missing, and other layers have it")
+                yield fault(
+                    "decoder_incomplete",
+                    f"{prefix}.{number}",
+                    f"{which}: missing, and other layers have it",
+                )
 
 
 def check_outside(folder: ModelFolder) -> Iterator[Finding]:
     """Check the embedding, the last norm and, where config.json states that it is not the embedding, the head."""
     if not folder.text_config.get("num_hidden_layers") or not models.is_known(folder.config):
         return  # other families name them otherwise, such as Phi's final_layernorm
-    modules = {models.short_name(n).rpartition(".")[0] for n in folder if not folder.family.is_auxiliary(n)}
+    modules = {
+        models.short_name(n).rpartition(".")[0] for n in folder if not folder.family.is_auxiliary(n)
+    }
     for name in (EMBEDDING, NORM) if may_be_tied(folder) else (EMBEDDING, NORM, HEAD):
         if name not in modules:
             yield fault("decoder_incomplete", name, "missing")
@@ -124,7 +155,9 @@ def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
         return not (optional or routed or source.family.is_auxiliary(name))
 
     if lost := [name for name in source if is_expected(name) and is_missing(folder, name)]:
-        yield fault("decoder_incomplete", lost[0], f"missing, as {len(lost)} tensors of the source are")
+        yield fault(
+            "decoder_incomplete", lost[0], f"missing, as {len(lost)} tensors of the source are"
+        )
 
 
 def may_be_tied(folder: ModelFolder) -> bool:
@@ -203,13 +236,21 @@ def check_lost(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
     for name in missing_tensors(folder, source):
         lost["vision_missing" if folder.family.in_vision(name) else "mtp_missing"].append(name)
     for code, names in lost.items():
-        yield fault(code, names[0], f"{len(names)} such tensors of the source are missing (audit --repair --source)")
+        yield fault(
+            code,
+            names[0],
+            f"{len(names)} such tensors of the source are missing (audit --repair --source)",
+        )
     for name in vision_tensors(folder):
         original = source.find(name)
         if original is None:
             yield fault("vision_differs", name, "the source has no such tensor")
         elif not same_tensor(folder, name, source, original):
-            yield fault("vision_differs", name, "not the source's bytes; the vision tower must stay as it is")
+            yield fault(
+                "vision_differs",
+                name,
+                "not the source's bytes; the vision tower must stay as it is",
+            )
 
 
 def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding]:
@@ -239,7 +280,11 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
     for name in mtp_tensors(folder):
         shapes, shape = decoder.get(models.in_layer(name)), shape_of(model, name)
         if shapes and shape and shape not in shapes:
-            yield fault("mtp_shape", name, f"shape {list(shape)}, and the decoder's layers have {list(min(shapes))}")
+            yield fault(
+                "mtp_shape",
+                name,
+                f"shape {list(shape)}, and the decoder's layers have {list(min(shapes))}",
+            )
 
 
 def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding]:
@@ -254,10 +299,14 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
             inside[layer].add(module_in_layer(family, name))
     names = {n: f"model.layers.0.{n}" for n in decoder}
     expected = {
-        module_in_layer(family, full) for n, full in names.items() if n.startswith("mlp.") or models.is_attention(full)
+        module_in_layer(family, full)
+        for n, full in names.items()
+        if n.startswith("mlp.") or models.is_attention(full)
     }
     for layer, modules in sorted(inside.items()):
-        for module in sorted(m for m in expected - modules if not m.endswith(("k_scale", "v_scale"))):
+        for module in sorted(
+            m for m in expected - modules if not m.endswith(("k_scale", "v_scale"))
+        ):
             which = " of all experts" if experts and module == experts.module else ""
             problem = f"the MTP head's layer lacks the tensors{which} of {module}"
             yield fault("mtp_missing", f"{layer}.{module}", problem)
@@ -272,7 +321,9 @@ def shape_of(model: QuantizedFolder, name: str) -> tuple[int, ...] | None:
             return linears[module].shape(model.folder)
         except ShardError:
             return None
-    is_scale = name.rpartition(".")[2] not in ("weight", "bias") and name.rpartition(".")[0] in linears
+    is_scale = (
+        name.rpartition(".")[2] not in ("weight", "bias") and name.rpartition(".")[0] in linears
+    )
     return None if is_scale else model.folder.info(name).shape
 
 
@@ -307,14 +358,20 @@ def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
         yield from check_router(folder, name, experts, expected)
     for name in sorted(model.linears):
         if models.in_layer(name) == experts.router or name.endswith("shared_expert_gate"):
-            yield fault("router_quantized", name, "a quantized router chooses other experts; it must stay in 16 bits")
+            yield fault(
+                "router_quantized",
+                name,
+                "a quantized router chooses other experts; it must stay in 16 bits",
+            )
     for name in folder:
         base = codes_base(folder, name, experts)
         if base is not None:
             yield from check_merged(model, name, base, expected)
 
 
-def check_numbers(module: str, experts: Experts, weights: list[str], expected: object) -> Iterator[Finding]:
+def check_numbers(
+    module: str, experts: Experts, weights: list[str], expected: object
+) -> Iterator[Finding]:
     """Check that the experts of a layer are 0..n-1, that each has every linear, and that n is the configuration's."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for expert in map(experts.split, weights):
@@ -326,8 +383,14 @@ def check_numbers(module: str, experts: Experts, weights: list[str], expected: o
         stored = numbers[name]
         missing = sorted(set(range(min(count, 1 << 16))) - stored)
         if missing or len(stored) != count:
-            which = f"expert {missing[0]} has no {name}" if missing else f"expert {max(stored)} is one too many"
-            yield fault("expert_count", module, f"{len(stored)} of {count} experts with {name}; {which}")
+            which = (
+                f"expert {missing[0]} has no {name}"
+                if missing
+                else f"expert {max(stored)} is one too many"
+            )
+            yield fault(
+                "expert_count", module, f"{len(stored)} of {count} experts with {name}; {which}"
+            )
 
 
 def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> Iterator[Finding]:
@@ -340,18 +403,30 @@ def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> It
     if len(formats) > 1:
         fewest = min(formats, key=lambda f: (len(formats[f]), f))
         others = ", ".join(f"{len(n)} linears {f}" for f, n in sorted(formats.items()))
-        yield fault("experts_mixed", module, f"served together with different formats ({others}); {formats[fewest][0]}")
+        yield fault(
+            "experts_mixed",
+            module,
+            f"served together with different formats ({others}); {formats[fewest][0]}",
+        )
 
 
 def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Iterator[Finding]:
     """Check that no expert's scale is far from those of the layer's other experts."""
     folder = model.folder
-    inside = [x for n, x in model.linears.items() if n.startswith(f"{module}.") and experts.split(n)]
+    inside = [
+        x for n, x in model.linears.items() if n.startswith(f"{module}.") and experts.split(n)
+    ]
     for kind, limit in SCALE_RANGES.items():
         by_linear: dict[str, dict[str, float]] = defaultdict(dict)
         for x in inside:
             try:
-                scale = x.input_scale(folder) if kind == "input" else x.tensor_scale(folder) if x.global_scale else None
+                scale = (
+                    x.input_scale(folder)
+                    if kind == "input"
+                    else x.tensor_scale(folder)
+                    if x.global_scale
+                    else None
+                )
             except ShardError:
                 continue  # reported by the check of the linear itself
             value = float(scale.multiplier) if scale else 0.0
@@ -363,10 +438,16 @@ def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Itera
             for name, value in values.items():
                 if not median / limit <= value <= median * limit:
                     others = f"the median of the layer's experts is {median:.3g}"
-                    yield fault("expert_scale_range", name, f"{kind} scale {value:.3g}, and {others}; {reason}")
+                    yield fault(
+                        "expert_scale_range",
+                        name,
+                        f"{kind} scale {value:.3g}, and {others}; {reason}",
+                    )
 
 
-def check_router(folder: ModelFolder, name: str, experts: Experts, expected: object) -> Iterator[Finding]:
+def check_router(
+    folder: ModelFolder, name: str, experts: Experts, expected: object
+) -> Iterator[Finding]:
     """Check that a router has one row per expert."""
     if models.in_layer(name) != f"{experts.router}.weight" or not isinstance(expected, int):
         return
@@ -376,27 +457,44 @@ def check_router(folder: ModelFolder, name: str, experts: Experts, expected: obj
         yield fault("expert_count", name, problem)
 
 
-def check_merged(model: QuantizedFolder, name: str, base: str, expected: object) -> Iterator[Finding]:
+def check_merged(
+    model: QuantizedFolder, name: str, base: str, expected: object
+) -> Iterator[Finding]:
     """Check merged experts: their number, their scales where they are packed, and that plain ones are excluded."""
     folder, config = model.folder, model.config
     info = folder.info(name)
     if isinstance(expected, int) and info.shape[0] != expected:
-        yield fault("expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}")
+        yield fault(
+            "expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}"
+        )
     if info.dtype in PACKED:
-        scale, about, problem = next((base + end for end in SCALES if base + end in folder), None), name, ""
+        scale, about, problem = (
+            next((base + end for end in SCALES if base + end in folder), None),
+            name,
+            "",
+        )
         if scale is None:
             problem = f"{info.dtype} codes of all experts, and their scales are missing"
         elif scale.endswith("_weight_scale") and info.dtype == "U8" and f"{scale}_2" not in folder:
             problem = f"{info.dtype} codes, and {scale}_2 is missing"
         elif folder.info(scale).shape[:1] != info.shape[:1]:
-            about, problem = scale, f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts"
+            about, problem = (
+                scale,
+                f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts",
+            )
         if problem:
             yield fault("expert_scales_missing", about, problem)
         return
-    listed = config.layers or any(covering_pattern(n, config.excluded) for n in (name, base, base.rpartition(".")[0]))
+    listed = config.layers or any(
+        covering_pattern(n, config.excluded) for n in (name, base, base.rpartition(".")[0])
+    )
     if model.linears and not listed and not folder.family.is_auxiliary(name):
         reason = "ModelOpt leaves merged experts out without a message"
-        yield fault("experts_unquantized", name, f"experts in {info.dtype}, not listed as excluded; {reason}")
+        yield fault(
+            "experts_unquantized",
+            name,
+            f"experts in {info.dtype}, not listed as excluded; {reason}",
+        )
 
 
 def codes_base(folder: ModelFolder, name: str, experts: Experts) -> str | None:

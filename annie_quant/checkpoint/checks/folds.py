@@ -31,7 +31,9 @@ ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; roundin
 COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows
 PLAIN_STEP = 2.0**-8  # relative rounding of a weight in 16 bits that was multiplied by a scale
 FP8_STEP = 2.0**-4  # half a step of E4M3, relative
-SUBNORMAL_SCALE = 2.0**-6  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
+SUBNORMAL_SCALE = (
+    2.0**-6
+)  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
 CERTAIN = 0.4  # columns whose rounding explains less than this show how factors depend on scales
 LEAST_SPREAD = 0.05  # standard deviation of log(scale) from which that dependence can be measured
 MAX_DEPENDENCE = 0.25  # slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
@@ -111,16 +113,24 @@ def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> 
         return np.abs(ours) * np.float32(PLAIN_STEP if linear is None else FP8_STEP)
     tensor = linear.load(folder)
     scale = np.repeat(tensor.block_scale.astype(np.float32), tensor.group, axis=1)
-    pre_quant = folder.tensor(linear.pre_quant).astype(np.float32).reshape(1, -1) if linear.pre_quant else np.float32(1)
+    pre_quant = (
+        folder.tensor(linear.pre_quant).astype(np.float32).reshape(1, -1)
+        if linear.pre_quant
+        else np.float32(1)
+    )
     unit = np.float32(tensor.tensor_scale) * np.abs(pre_quant)
     codes = np.abs(ours) / np.maximum(scale * unit, np.float32(1e-30))
     # E2M1 has steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6; a largest value above 6 is cut.
-    steps = np.where(codes < 1.75, np.float32(0.25), np.where(codes < 3.5, np.float32(0.5), np.float32(1)))
+    steps = np.where(
+        codes < 1.75, np.float32(0.25), np.where(codes < 3.5, np.float32(0.5), np.float32(1))
+    )
     coarse = np.where(scale < SUBNORMAL_SCALE, np.float32(6 * 2.0**-10), np.float32(0))
     return (steps * scale + coarse) * unit
 
 
-def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.ndarray, slack: np.ndarray) -> Fit:
+def compare(
+    ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.ndarray, slack: np.ndarray
+) -> Fit:
     """Compare a linear with the source's under the scales [K] that its input was divided by.
 
     steps: half_steps.
@@ -135,10 +145,13 @@ def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.
     # One uniform factor can belong to rows or columns: it is measured on the columns that rounding changed least.
     uniform = abs(float(np.median(c[allowed <= np.median(allowed)]))) or 1.0
     variance = ratio(
-        np.einsum("ij,ij->i", np.square(steps) / 3, np.square(expected)), np.square(np.square(expected).sum(1))
+        np.einsum("ij,ij->i", np.square(steps) / 3, np.square(expected)),
+        np.square(np.square(expected).sum(1)),
     )
     noise = float(np.sqrt(np.mean(variance)))
-    return Fit(r * uniform, noise, c / uniform, allowed / uniform + slack + COLUMN_TOLERANCE, scales)
+    return Fit(
+        r * uniform, noise, c / uniform, allowed / uniform + slack + COLUMN_TOLERANCE, scales
+    )
 
 
 def check(model: QuantizedFolder, source: ModelFolder, layers: set[str]) -> Iterator[Finding]:
@@ -184,7 +197,9 @@ class LayerCheck:
         original = self.source.find(f"{module}.weight")
         return self.source.info(original).shape if original else None
 
-    def compared(self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0) -> Fit | None:
+    def compared(
+        self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0
+    ) -> Fit | None:
         """Return a linear compared with the source's; None where one of them lacks it, or it cannot be read (a finding)."""
         original, linear = self.source.find(f"{name}.weight"), self.model.linears.get(name)
         stored = linear.weight if linear else f"{name}.weight"
@@ -192,7 +207,11 @@ class LayerCheck:
             return None
         theirs = self.source.tensor(original).astype(np.float32)
         try:
-            ours = linear.dequantize(self.folder) if linear else self.folder.tensor(stored).astype(np.float32)
+            ours = (
+                linear.dequantize(self.folder)
+                if linear
+                else self.folder.tensor(stored).astype(np.float32)
+            )
             steps = half_steps(self.folder, linear, ours)
         except ShardError:
             return None
@@ -209,7 +228,10 @@ class LayerCheck:
         original = self.source.find(norm)
         if norm not in self.folder or original is None:
             return
-        ours, theirs = (f.tensor(n).astype(np.float64) for f, n in ((self.folder, norm), (self.source, original)))
+        ours, theirs = (
+            f.tensor(n).astype(np.float64)
+            for f, n in ((self.folder, norm), (self.source, original))
+        )
         if ours.shape != theirs.shape:
             return
         one = 1.0 if self.folder.family.adds_one(norm) else 0.0
@@ -229,14 +251,22 @@ class LayerCheck:
                 yield fault("fold_mismatch", norm, problem)
             return
 
-    def behind(self, reader: str, theirs: np.ndarray, ours: np.ndarray, stored: np.ndarray) -> Fit | None:
+    def behind(
+        self, reader: str, theirs: np.ndarray, ours: np.ndarray, stored: np.ndarray
+    ) -> Fit | None:
         """Return a linear compared under the scale of the norm's gains: theirs / ours, both [K] or of one head.
 
         stored: magnitudes of the norm's own weights, whose 16 bits limit the gain's precision.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
-            scales, slack = np.where(ours == theirs, 1.0, theirs / ours), PLAIN_STEP * stored / np.abs(ours)
-        scales, slack = np.nan_to_num(scales, posinf=1e30, neginf=-1e30), np.nan_to_num(slack, posinf=1e30)
+            scales, slack = (
+                np.where(ours == theirs, 1.0, theirs / ours),
+                PLAIN_STEP * stored / np.abs(ours),
+            )
+        scales, slack = (
+            np.nan_to_num(scales, posinf=1e30, neginf=-1e30),
+            np.nan_to_num(slack, posinf=1e30),
+        )
         shape = self.source_shape(reader)
         if shape is None or not shape[1] or shape[1] % len(scales):
             return None
@@ -257,7 +287,9 @@ class LayerCheck:
             consumer_shape = self.source_shape(consumer)
             if consumer_shape is None:
                 continue
-            produced = rows_as_columns(rows, consumer_shape[1], self.source.text_config.get("num_attention_heads"))
+            produced = rows_as_columns(
+                rows, consumer_shape[1], self.source.text_config.get("num_attention_heads")
+            )
             result = self.compared(consumer, ratio(np.ones(len(produced)), produced), noise)
             if result is None:
                 continue
@@ -265,7 +297,11 @@ class LayerCheck:
             if result.sound and abs(uniform - 1) <= ROW_TOLERANCE:
                 self.fits[consumer] = result
                 continue
-            how = f"all of it is {uniform:.3g} times the source's" if result.sound else described(result)
+            how = (
+                f"all of it is {uniform:.3g} times the source's"
+                if result.sound
+                else described(result)
+            )
             problem = f"its input scale is not cancelled by the rows of {producer}: {how}"
             yield fault("fold_mismatch", consumer, problem)
 
@@ -273,13 +309,21 @@ class LayerCheck:
         """Check that a bias was scaled as its rows were, up to a relative error of `noise`."""
         name = f"{producer}.bias"
         original = self.source.find(name)
-        if name not in self.folder or original is None or self.folder.info(name).shape != rows.shape:
+        if (
+            name not in self.folder
+            or original is None
+            or self.folder.info(name).shape != rows.shape
+        ):
             return
         expected = self.source.tensor(original).astype(np.float32) * rows
         ours = self.folder.tensor(name).astype(np.float32)
         error = float(np.linalg.norm(ours - expected) / max(float(np.linalg.norm(expected)), 1e-30))
         if not error <= noise:
-            yield fault("fold_mismatch", name, f"differs by {error:.3g} from what the rows of {producer} need")
+            yield fault(
+                "fold_mismatch",
+                name,
+                f"differs by {error:.3g} from what the rows of {producer} need",
+            )
 
 
 def described(result: Fit) -> str:
@@ -287,8 +331,12 @@ def described(result: Fit) -> str:
     j = result.worst
     factor, allowed = result.columns[j], result.allowed[j]
     if abs(factor - 1) > allowed:
-        return f"channel {j} is {factor:.3g} times the source's, and rounding explains {allowed:.2g}"
-    return f"its columns follow the norm's scales with the power {result.dependence:.2f}, expected 0"
+        return (
+            f"channel {j} is {factor:.3g} times the source's, and rounding explains {allowed:.2g}"
+        )
+    return (
+        f"its columns follow the norm's scales with the power {result.dependence:.2f}, expected 0"
+    )
 
 
 def rows_as_columns(rows: np.ndarray, width: int, heads: object) -> np.ndarray:

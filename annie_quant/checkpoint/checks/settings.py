@@ -18,7 +18,13 @@ from annie_quant import models
 from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    FP8_DYNAMIC,
+    QuantConfig,
+    covering_pattern,
+    plain_linears,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
@@ -58,7 +64,11 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
         return
     inline = isinstance(folder.config.get("quantization_config"), dict)
     if not inline:
-        yield fault("config_missing", "config.json", "no quantization_config; a server would read plain weights")
+        yield fault(
+            "config_missing",
+            "config.json",
+            "no quantization_config; a server would read plain weights",
+        )
     second = None
     try:
         second = modelopt.read_file(folder)
@@ -71,30 +81,52 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
         problem = f"quant_algo {config.algo[:40]!r} is not known here, expected one of {', '.join(ALGORITHMS)}"
         yield Finding("algorithm_unknown", "config.json", problem)
     if not linears:
-        problem = f"the configuration names {config.algo or config.method}, and no tensor is quantized"
+        problem = (
+            f"the configuration names {config.algo or config.method}, and no tensor is quantized"
+        )
         yield Finding("nothing_quantized", "config.json", problem)
         return
     for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
         if members := folder.family.fused.get(entry[0]):
             on_disk = ", ".join(m.rpartition(".")[2] for m in members)
-            yield fault("excluded_fused_name", entry[1], f"excluded by its fused name, and on disk it is {on_disk}")
+            yield fault(
+                "excluded_fused_name",
+                entry[1],
+                f"excluded by its fused name, and on disk it is {on_disk}",
+            )
     for name in sorted(linears):
         if pattern := covering_pattern(name, config.excluded):
-            yield fault("excluded_but_quantized", name, f"listed as excluded (by {pattern!r}) and quantized on disk")
+            yield fault(
+                "excluded_but_quantized",
+                name,
+                f"listed as excluded (by {pattern!r}) and quantized on disk",
+            )
         elif config.layers and not config.algo_of(name):
-            yield fault("not_listed", name, "quantized on disk and not in quantized_layers or a group's targets")
+            yield fault(
+                "not_listed",
+                name,
+                "quantized on disk and not in quantized_layers or a group's targets",
+            )
         elif config.layers and ("FP8" in config.algo_of(name)) != (linears[name].format == "fp8"):
-            yield fault("format_disagrees", name, f"listed as {config.algo_of(name)}, on disk {linears[name].format}")
+            yield fault(
+                "format_disagrees",
+                name,
+                f"listed as {config.algo_of(name)}, on disk {linears[name].format}",
+            )
     for name in plain:
         excluded = covering_pattern(name, config.excluded) or folder.family.is_auxiliary(name)
         if config.layers:
             if name in config.layers or (config.algo_of(name) and not excluded):
-                yield fault("listed_but_plain", name, "listed to be quantized, and not quantized on disk")
+                yield fault(
+                    "listed_but_plain", name, "listed to be quantized, and not quantized on disk"
+                )
         elif not excluded:
             yield fault("not_excluded", name, "not quantized on disk and not listed as excluded")
 
 
-def check_agreement(inline: QuantConfig, second: QuantConfig, modules: list[str]) -> Iterator[Finding]:
+def check_agreement(
+    inline: QuantConfig, second: QuantConfig, modules: list[str]
+) -> Iterator[Finding]:
     """Compare config.json's settings with those of hf_quant_config.json, module by module."""
     file = modelopt.HF_QUANT_CONFIG
     if inline.algo != second.algo:
@@ -102,13 +134,25 @@ def check_agreement(inline: QuantConfig, second: QuantConfig, modules: list[str]
         yield Finding("config_disagrees", file, problem)
         return
     if inline.group and second.group and inline.group != second.group:
-        yield fault("config_disagrees", file, f"group_size {second.group}, config.json: {inline.group}")
+        yield fault(
+            "config_disagrees", file, f"group_size {second.group}, config.json: {inline.group}"
+        )
     for name in sorted(modules):
-        if bool(covering_pattern(name, inline.excluded)) != bool(covering_pattern(name, second.excluded)):
-            yield fault("config_disagrees", name, f"excluded in one of {file} and config.json and not in the other")
+        if bool(covering_pattern(name, inline.excluded)) != bool(
+            covering_pattern(name, second.excluded)
+        ):
+            yield fault(
+                "config_disagrees",
+                name,
+                f"excluded in one of {file} and config.json and not in the other",
+            )
     if inline.layers != second.layers:
         name = sorted(set(inline.layers.items()) ^ set(second.layers.items()))[0][0]
-        yield fault("config_disagrees", name, f"{file} and config.json list it differently in quantized_layers")
+        yield fault(
+            "config_disagrees",
+            name,
+            f"{file} and config.json list it differently in quantized_layers",
+        )
 
 
 def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
@@ -130,7 +174,9 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
             yield fault("kv_scale_bad", name, f"{values[name]}; it multiplies every key or value")
     if values and set(values.values()) == {1.0} and not is_cast(config):
         reason = "as before calibration or by ModelOpt's fp8_cast; calibrate the KV cache"
-        yield fault("kv_scale_default", next(iter(values)), f"all {len(values)} KV scales are 1.0, {reason}")
+        yield fault(
+            "kv_scale_default", next(iter(values)), f"all {len(values)} KV scales are 1.0, {reason}"
+        )
 
 
 def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Finding]:
@@ -146,15 +192,28 @@ def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Find
                 stored.add(name.rpartition(".")[2])
     if not any(ends.values()):
         scheme = config.raw.get("kv_cache_scheme")
-        if config.method == "compressed-tensors" and isinstance(scheme, dict) and not scheme.get("dynamic") and ends:
+        if (
+            config.method == "compressed-tensors"
+            and isinstance(scheme, dict)
+            and not scheme.get("dynamic")
+            and ends
+        ):
             problem = "kv_cache_scheme asks for calibrated scales and none is stored"
-            yield fault("kv_scale_missing", "config.json", f"{problem}; servers use 1.0 (sgl-cookbook #237)")
+            yield fault(
+                "kv_scale_missing", "config.json", f"{problem}; servers use 1.0 (sgl-cookbook #237)"
+            )
         return
     lacking = sorted(layer for layer, stored in ends.items() if len(stored) < len(KV_ENDS))
     if lacking:
         have = ", ".join(sorted(ends[lacking[0]])) or "none"
-        problem = f"{len(lacking)} of {len(ends)} attention layers lack k_scale or v_scale (here: {have})"
-        yield fault("kv_scale_missing", models.attention_of(lacking[0]), f"{problem}; servers use 1.0 for them")
+        problem = (
+            f"{len(lacking)} of {len(ends)} attention layers lack k_scale or v_scale (here: {have})"
+        )
+        yield fault(
+            "kv_scale_missing",
+            models.attention_of(lacking[0]),
+            f"{problem}; servers use 1.0 for them",
+        )
 
 
 def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
@@ -171,7 +230,9 @@ def is_cast(config: QuantConfig) -> bool:
     """Return whether scales of 1.0 are intended: the settings name a cast without calibration, or ModelOpt as the producer."""
     producer = config.raw.get("producer")
     version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
-    return bool(MODELOPT_VERSION.match(version)) or any("cast" in text.lower() for text in strings(config.raw))
+    return bool(MODELOPT_VERSION.match(version)) or any(
+        "cast" in text.lower() for text in strings(config.raw)
+    )
 
 
 def strings(value: object, depth: int = 0) -> Iterator[str]:

@@ -44,12 +44,18 @@ def source_differences(
     """Compare each tensor with the source's. known: (code, tensor) of the findings so far."""
     folder, result = model.folder, SourceDifferences()
     for linear in model.linears.values():
-        has_nan = ("block_scale_nan", linear.block_scale or "") in known  # a finding already: check the rest
+        has_nan = (
+            "block_scale_nan",
+            linear.block_scale or "",
+        ) in known  # a finding already: check the rest
         try:
             distance, is_fold = compare_linear(folder, linear, source, has_nan)
         except ShardError as error:
             finding = finding_of(error, linear.name)
-            if (finding.code, finding.tensor) not in {*known, *((f.code, f.tensor) for f in result.findings)}:
+            if (finding.code, finding.tensor) not in {
+                *known,
+                *((f.code, f.tensor) for f in result.findings),
+            }:
                 result.findings.append(finding)
             continue
         result.rel_l2[linear.name] = distance
@@ -65,7 +71,9 @@ def source_differences(
     return result
 
 
-def compare_linear(folder: ModelFolder, linear: Linear, source: ModelFolder, has_nan: bool) -> tuple[float, bool]:
+def compare_linear(
+    folder: ModelFolder, linear: Linear, source: ModelFolder, has_nan: bool
+) -> tuple[float, bool]:
     """Return a quantized linear's relative error, and whether it is the source's weight with scaled rows and columns.
 
     has_nan: take the source's values where the linear's are NaN.
@@ -73,7 +81,9 @@ def compare_linear(folder: ModelFolder, linear: Linear, source: ModelFolder, has
     """
     name, original = f"{linear.name}.weight", source.find(weight_name(source, linear.name))
     if original is None:
-        raise ShardError("not_in_source", f"{name}: the source has no such tensor", tensor=linear.name)
+        raise ShardError(
+            "not_in_source", f"{name}: the source has no such tensor", tensor=linear.name
+        )
     shapes = list(linear.shape(folder)), list(source.info(original).shape)
     if shapes[0] != shapes[1]:
         message = f"{linear.name}: {shapes[0]} here, {shapes[1]} in the source"
@@ -121,7 +131,9 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
         inside = models.in_layer(name)
         # Norms and biases are checked together with the linears that read them.
         checked = inside in norms | biases
-        if checked or (inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)):
+        if checked or (
+            inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)
+        ):
             result.scaled.add(models.layer_of(name))
         else:
             problem = f"not quantized, and differs from the source by {error:.3g}"
@@ -151,7 +163,9 @@ def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def same_tensor(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
     """Return whether two tensors have one shape, one type, and the same bytes."""
-    return folder.info(name).shape == source.info(original).shape and same_bytes(folder, name, source, original)
+    return folder.info(name).shape == source.info(original).shape and same_bytes(
+        folder, name, source, original
+    )
 
 
 def same_bytes(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:

@@ -11,7 +11,14 @@ import numpy as np
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.header import ShardError, TensorInfo
-from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, LARGEST_SCALE, Linear, QuantConfig, TensorScale, is_linear
+from annie_quant.checkpoint.linears import (
+    COLUMNS_PER_RANK,
+    LARGEST_SCALE,
+    Linear,
+    QuantConfig,
+    TensorScale,
+    is_linear,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding, TensorRow
 
@@ -23,10 +30,19 @@ CHUNK_BYTES = 1 << 24
 SMALLEST_NORMAL = 0x08
 SUBNORMAL_SHARE = 0.01  # of the blocks with values; weights normally have a few such blocks
 QUANTIZED_SUFFIXES = (
-    ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale", ".weight_scale_inv",
-)  # fmt: skip
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_packed",
+    ".pre_quant_scale",
+    ".weight_scale_inv",
+)
 # Mask of the exponent bits of the unquantized types, and the unsigned type of their size.
-EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
+EXPONENTS = {
+    "F32": (np.uint32, 0x7F800000),
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+}
 
 
 def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[Finding]]:
@@ -58,11 +74,17 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
             findings += scale_faults("input", x.input_global or "", row.input_scale)
     except ShardError as error:
         findings.append(finding_of(error, x.name))
-    if x.format == "nvfp4" and x.input_global is None and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ"):
+    if (
+        x.format == "nvfp4"
+        and x.input_global is None
+        and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ")
+    ):
         problem = f"no input scale, and {model.config.algo} quantizes activations"
         findings.append(fault("input_scale_missing", x.name, problem))
     if x.pre_quant:
-        problem = "an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it"
+        problem = (
+            "an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it"
+        )
         findings.append(fault("pre_quant_scale", x.pre_quant, problem))
     return row, findings
 
@@ -74,7 +96,11 @@ def scale_faults(kind: str, name: str, value: float) -> Iterator[Finding]:
         scaled = "activation" if kind == "input" else "weight"
         yield fault(f"{kind}_scale_bad", name, f"{value}, {problem}; it multiplies every {scaled}")
     elif value > LARGEST_SCALE[kind]:
-        yield fault(f"{kind}_scale_inverted", name, f"{value:.6g} is too large for a multiplier; is it a divisor?")
+        yield fault(
+            f"{kind}_scale_inverted",
+            name,
+            f"{value:.6g} is too large for a multiplier; is it a divisor?",
+        )
 
 
 def layout_faults(config: QuantConfig, scales: TensorInfo, group: int | None) -> Iterator[Finding]:
@@ -82,9 +108,15 @@ def layout_faults(config: QuantConfig, scales: TensorInfo, group: int | None) ->
     if group is None:
         yield fault("scale_dtype", scales.name, f"{scales.dtype}, expected F8_E4M3")
     elif group % 16:
-        yield fault("group_size", scales.name, f"one scale for {group} columns, expected a multiple of 16 columns")
+        yield fault(
+            "group_size",
+            scales.name,
+            f"one scale for {group} columns, expected a multiple of 16 columns",
+        )
     elif config.group and config.group != group:
-        problem = f"one scale for {group} columns, and the configuration has group_size {config.group}"
+        problem = (
+            f"one scale for {group} columns, and the configuration has group_size {config.group}"
+        )
         yield fault("group_size", scales.name, problem)
 
 
@@ -122,7 +154,10 @@ def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     )
     step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
     for start in range(0, len(codes), step):
-        filled, piece = filled_blocks(codes[start : start + step], group), magnitude[start : start + step]
+        filled, piece = (
+            filled_blocks(codes[start : start + step], group),
+            magnitude[start : start + step],
+        )
         counts.zero += int((filled & (piece == 0)).sum())
         counts.small += int((filled & (piece > 0) & (piece < SMALLEST_NORMAL)).sum())
         counts.empty += int((~filled).sum())
@@ -138,12 +173,19 @@ def filled_blocks(codes: np.ndarray, group: int) -> np.ndarray:
 
 def block_faults(counts: BlockCounts, x: Linear, scales: str, columns: int) -> Iterator[Finding]:
     """Yield the faults of block scales and codes. scales: the name of the block scales."""
-    underflow = "are below 2^-6, which vLLM's Marlin kernels read as 0; is the tensor scale too large?"
+    underflow = (
+        "are below 2^-6, which vLLM's Marlin kernels read as 0; is the tensor scale too large?"
+    )
     for code, n, most, problem in (
         ("block_scale_nan", counts.nan, 0, "are NaN"),
         ("block_scale_negative", counts.negative, 0, "are negative"),
         ("block_scale_zero", counts.zero, 0, "are 0 where the block has values"),
-        ("block_scale_underflow", counts.small, SUBNORMAL_SHARE * (counts.blocks - counts.empty), underflow),
+        (
+            "block_scale_underflow",
+            counts.small,
+            SUBNORMAL_SHARE * (counts.blocks - counts.empty),
+            underflow,
+        ),
     ):
         if n > most:
             yield fault(code, scales, f"{n} of {counts.blocks} block scales {problem}")
@@ -171,10 +213,14 @@ def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
         return
     scale = folder.tensor(info.name).astype(np.float32).reshape(-1)
     if invalid := int((~(np.isfinite(scale) & (scale > 0))).sum()):
-        yield fault("fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers")
+        yield fault(
+            "fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers"
+        )
     magnitudes = (piece.view(np.uint8) & nvfp4.E4M3_MAGNITUDE for piece in folder.pieces(x.weight))
     if nan := sum(int((magnitude == nvfp4.E4M3_NAN).sum()) for magnitude in magnitudes):
-        yield fault("fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN")
+        yield fault(
+            "fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN"
+        )
 
 
 def inspect_plain(folder: ModelFolder, name: str) -> tuple[TensorRow, list[Finding]]:
@@ -186,12 +232,16 @@ def inspect_plain(folder: ModelFolder, name: str) -> tuple[TensorRow, list[Findi
         problem = "belongs to a quantized linear, and that linear's other tensors are missing"
         findings.append(fault("orphan_scale", name, problem))
     elif info.dtype == "U8" and name.endswith(".weight"):
-        findings.append(fault("block_scale_missing", name, "packed codes, and their weight_scale is missing"))
+        findings.append(
+            fault("block_scale_missing", name, "packed codes, and their weight_scale is missing")
+        )
     if findings or not info.elements or info.dtype not in EXPONENTS:
         return row, findings
     not_finite, nonzero = count_values(folder, info)
     if not_finite:
-        findings.append(fault("not_finite", name, f"{not_finite} of {info.elements} values are NaN or infinite"))
+        findings.append(
+            fault("not_finite", name, f"{not_finite} of {info.elements} values are NaN or infinite")
+        )
     if not nonzero and is_linear(name, info.shape):
         findings.append(fault("all_zero", name, "every weight is 0"))
     return row, findings
@@ -228,14 +278,19 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
         if len(members) < len(group) or len({x.format for x in members}) > 1:
             kinds = {n: quantized[n].format if n in quantized else "16 bit" for n in group}
             formats = ", ".join(f"{n.rpartition('.')[2]} {kind}" for n, kind in kinds.items())
-            yield fault("fused_mixed", group[0], f"served as one matrix with different formats ({formats})")
+            yield fault(
+                "fused_mixed", group[0], f"served as one matrix with different formats ({formats})"
+            )
             continue
         yield from unequal_scales(folder, "tensor", members, Linear.tensor_scale)
         yield from unequal_scales(folder, "input", members, Linear.input_scale)
 
 
 def unequal_scales(
-    folder: ModelFolder, kind: str, members: list[Linear], scale_of: Callable[[Linear, ModelFolder], TensorScale | None]
+    folder: ModelFolder,
+    kind: str,
+    members: list[Linear],
+    scale_of: Callable[[Linear, ModelFolder], TensorScale | None],
 ) -> Iterator[Finding]:
     """Check that the scales of one fused group are equal."""
     try:
@@ -244,6 +299,8 @@ def unequal_scales(
         return  # reported by the check of the linear itself
     values = [str(s.multiplier if s else None) for s in scales]
     if len(set(values)) > 1:
-        listed = ", ".join(f"{x.name.rpartition('.')[2]} {v}" for x, v in zip(members, values, strict=True))
+        listed = ", ".join(
+            f"{x.name.rpartition('.')[2]} {v}" for x, v in zip(members, values, strict=True)
+        )
         problem = f"served as one matrix with unequal {kind} scales ({listed})"
         yield fault(f"fused_{kind}_scale", members[0].name, problem)

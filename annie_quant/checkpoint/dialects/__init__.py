@@ -42,7 +42,11 @@ class WritableDialect(Dialect, Protocol):
         """Plan the tensors of one linear in this layout."""
 
     def settings(
-        self, formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+        self,
+        formats: Mapping[str, str],
+        excluded: list[str],
+        group: int,
+        kv_cache: str | None = None,
     ) -> QuantSettings:
         """Return the settings to write.
 
@@ -56,8 +60,15 @@ class WritableDialect(Dialect, Protocol):
         """Plan a layer's scale of the KV cache. end: "k_scale" or "v_scale"."""
 
 
-WRITTEN: dict[str, WritableDialect] = {modelopt.NAME: modelopt, compressed_tensors.NAME: compressed_tensors}
-DIALECTS: dict[str, Dialect] = {compressed_tensors.NAME: compressed_tensors, fp8.NAME: fp8, modelopt.NAME: modelopt}
+WRITTEN: dict[str, WritableDialect] = {
+    modelopt.NAME: modelopt,
+    compressed_tensors.NAME: compressed_tensors,
+}
+DIALECTS: dict[str, Dialect] = {
+    compressed_tensors.NAME: compressed_tensors,
+    fp8.NAME: fp8,
+    modelopt.NAME: modelopt,
+}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
 # A scale per tensor, as its settings describe an FP8 weight, its activations or the KV cache.
-FP8_TENSOR: JsonObject = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+FP8_TENSOR: JsonObject = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 
 
 class Scheme(msgspec.Struct):
@@ -97,10 +103,16 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
         if suffix == "weight_packed":
             ends = ("weight_global_scale", "input_global_scale")
             tensor_scale, input_scale = (existing(folder, f"{module}.{end}") for end in ends)
-            quantized[module] = Linear(module, "nvfp4", name, scale, tensor_scale, input_scale, reciprocal=True)
+            quantized[module] = Linear(
+                module, "nvfp4", name, scale, tensor_scale, input_scale, reciprocal=True
+            )
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
-            linear = Linear(module, "fp8", name, scale, None, existing(folder, f"{module}.input_scale"))
-            in_blocks = scale is None or (folder.info(scale).elements != 1 and not linear.per_channel(folder))
+            linear = Linear(
+                module, "fp8", name, scale, None, existing(folder, f"{module}.input_scale")
+            )
+            in_blocks = scale is None or (
+                folder.info(scale).elements != 1 and not linear.per_channel(folder)
+            )
             quantized[module] = dataclasses.replace(linear, block=block) if in_blocks else linear
     return quantized
 
@@ -108,7 +120,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 def block_size(quant: JsonObject) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in a group of FP8 weights in blocks, None without such a group."""
     groups = read_struct(CompressedSettings, quant).config_groups.values()
-    sizes = (g.weights.block_structure for g in groups if g.weights and g.weights.strategy == "block")
+    sizes = (
+        g.weights.block_structure for g in groups if g.weights and g.weights.strategy == "block"
+    )
     return next((size for size in sizes if size), None)
 
 
@@ -126,7 +140,9 @@ def read(quant: JsonObject) -> QuantConfig:
     layers: dict[str, str] = {}
     for group in groups if len(kinds) > 1 else ():
         for target in group.targets:
-            layers.setdefault(target, group.algorithm)  # a linear belongs to the first group that names it
+            layers.setdefault(
+                target, group.algorithm
+            )  # a linear belongs to the first group that names it
     return QuantConfig(
         method=NAME,
         algo="MIXED_PRECISION" if len(kinds) > 1 else next(iter(kinds), ""),
@@ -148,14 +164,22 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
             shape = (-1, 1) if linear.per_channel(folder) else (-1,)
             out.append(planned(f"{linear.name}.weight_scale", weight_scale.reshape(shape)))
         if input_scale:
-            out.append(planned(f"{linear.name}.input_scale", np.array([input_scale.multiplier], np.float32)))
+            out.append(
+                planned(
+                    f"{linear.name}.input_scale", np.array([input_scale.multiplier], np.float32)
+                )
+            )
         return out
     out = [copied(folder, linear.weight, f"{linear.name}.weight_packed")]
     out.append(copied(folder, linear.block_scale or "", f"{linear.name}.weight_scale"))
     divisor = linear.tensor_scale(folder).divisor
     out.append(planned(f"{linear.name}.weight_global_scale", np.array([divisor], np.float32)))
     if input_scale:
-        out.append(planned(f"{linear.name}.input_global_scale", np.array([input_scale.divisor], np.float32)))
+        out.append(
+            planned(
+                f"{linear.name}.input_global_scale", np.array([input_scale.divisor], np.float32)
+            )
+        )
     return out
 
 
@@ -164,7 +188,9 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
     return planned(f"{attention_of(layer)}.{end}", value.reshape(1))
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
+def settings(
+    formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+) -> QuantSettings:
     """Return quantization_config for config.json. Parameters: those of WritableDialect."""
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: JsonObject = {}
@@ -194,7 +220,9 @@ def scheme(kind: str, group: int) -> JsonObject:
         "w4a16": (nvfp4, None, NVFP4_FORMAT),
         "fp8": (FP8_TENSOR, FP8_TENSOR, FP8_FORMAT),
         "fp8_channel": (
-            FP8_TENSOR | {"strategy": "channel"}, FP8_TENSOR | {"strategy": "token", "dynamic": True}, FP8_FORMAT,
+            FP8_TENSOR | {"strategy": "channel"},
+            FP8_TENSOR | {"strategy": "token", "dynamic": True},
+            FP8_FORMAT,
         ),
-    }[kind]  # fmt: skip
+    }[kind]
     return {"weights": weights, "input_activations": activations, "format": form}

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import msgspec
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig, Size, existing, names_dialect, read_struct
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    Linear,
+    QuantConfig,
+    Size,
+    existing,
+    names_dialect,
+    read_struct,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.untrusted import JsonObject
 
@@ -23,7 +31,9 @@ def matches(folder: ModelFolder) -> bool:
     Settings without a block size are of another layout (one scale per tensor), which is not read here.
     """
     quant = folder.quantization
-    return names_dialect(folder, NAME, f".{SCALE}") and (not quant.get("quant_method") or block_size(quant) is not None)
+    return names_dialect(folder, NAME, f".{SCALE}") and (
+        not quant.get("quant_method") or block_size(quant) is not None
+    )
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:

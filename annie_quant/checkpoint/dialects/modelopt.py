@@ -42,7 +42,9 @@ ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_chann
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
     named = bool(folder.quantization.get("quant_method"))
-    return names_dialect(folder, NAME, ".weight_scale_2") or (not named and folder.json(HF_QUANT_CONFIG) is not None)
+    return names_dialect(folder, NAME, ".weight_scale_2") or (
+        not named and folder.json(HF_QUANT_CONFIG) is not None
+    )
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
@@ -50,11 +52,19 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     quantized = {}
     for name in folder:
         module, _, suffix = name.rpartition(".")
-        kind = {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype) if suffix == "weight" else None
+        kind = (
+            {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype)
+            if suffix == "weight"
+            else None
+        )
         ends = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-        scale, tensor_scale, input_scale, pre_quant = (existing(folder, f"{module}.{end}") for end in ends)
+        scale, tensor_scale, input_scale, pre_quant = (
+            existing(folder, f"{module}.{end}") for end in ends
+        )
         if kind == "fp8" or (kind and scale):
-            quantized[module] = Linear(module, kind, name, scale, tensor_scale, input_scale, pre_quant)
+            quantized[module] = Linear(
+                module, kind, name, scale, tensor_scale, input_scale, pre_quant
+            )
     return quantized
 
 
@@ -125,7 +135,9 @@ def read(quant: JsonObject) -> QuantConfig:
         algo=str(settings.quant_algo or "").upper(),  # some exporters write it in lower case
         group=group if group and group > 0 else None,
         excluded=settings.ignore if settings.exclude_modules is None else settings.exclude_modules,
-        layers={k: str(layer.quant_algo or "").upper() for k, layer in settings.quantized_layers.items()},
+        layers={
+            k: str(layer.quant_algo or "").upper() for k, layer in settings.quantized_layers.items()
+        },
         kv_cache=kv_format(quant),
         raw=quant,
     )
@@ -145,12 +157,16 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
         out.append(planned(f"{linear.name}.weight_scale_2", np.array(tensor_scale, np.float32)))
     elif linear.block_scale:
         scale = folder.tensor(linear.block_scale).astype(np.float32)
-        out.append(planned(f"{linear.name}.weight_scale", scale.reshape(() if scale.size == 1 else -1)))
+        out.append(
+            planned(f"{linear.name}.weight_scale", scale.reshape(() if scale.size == 1 else -1))
+        )
     input_scale = linear.input_scale(folder)
     return out + input_scale_tensors(linear.name, input_scale.multiplier if input_scale else None)
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
+def settings(
+    formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+) -> QuantSettings:
     """Return quantization_config for config.json, and hf_quant_config.json. Parameters: those of WritableDialect."""
     producer = {"name": NAME, "version": "annie_quant"}
     algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
@@ -161,7 +177,10 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
         algo = "MIXED_PRECISION"
-        layers = {m: {"quant_algo": a} | ({"group_size": group} if "NVFP4" in a else {}) for m, a in algorithms.items()}
+        layers = {
+            m: {"quant_algo": a} | ({"group_size": group} if "NVFP4" in a else {})
+            for m, a in algorithms.items()
+        }
         inline = {"quant_algo": algo, "quantized_layers": layers, **common}
         companion["quantized_layers"] = layers
     else:
@@ -170,10 +189,17 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
         config_group = {"weights": dict(scheme), "targets": ["Linear"]}
         if algo == "NVFP4":
             config_group = {"input_activations": dict(scheme), **config_group}
-        inline = {"config_groups": {"group_0": config_group}, "ignore": excluded, "quant_algo": algo, **common}
+        inline = {
+            "config_groups": {"group_0": config_group},
+            "ignore": excluded,
+            "quant_algo": algo,
+            **common,
+        }
         companion |= {"group_size": group, "exclude_modules": excluded}
     quantization = {"quant_algo": algo, **companion}
-    return QuantSettings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})
+    return QuantSettings(
+        inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}}
+    )
 
 
 # ---- linears that are quantized here; a linear is packed when it is written
@@ -215,8 +241,12 @@ def nvfp4_tensors(
 
     return [
         Planned(f"{module}.weight", "U8", (rows, columns // 2), codes, source_bytes),
-        Planned(f"{module}.weight_scale", "F8_E4M3", (rows, columns // group), scales, scales_source),
-        Planned(f"{module}.weight_scale_2", "F32", (), lambda: np.array(tensor_scale(), np.float32)),
+        Planned(
+            f"{module}.weight_scale", "F8_E4M3", (rows, columns // group), scales, scales_source
+        ),
+        Planned(
+            f"{module}.weight_scale_2", "F32", (), lambda: np.array(tensor_scale(), np.float32)
+        ),
         *input_scale_tensors(module, input_scale),
     ]
 
@@ -239,11 +269,24 @@ def fp8_tensors(
     ]
 
 
-def fp8_channel_tensors(module: str, shape: tuple[int, int], rows: Callable[[], Iterator[np.ndarray]]) -> list[Planned]:
+def fp8_channel_tensors(
+    module: str, shape: tuple[int, int], rows: Callable[[], Iterator[np.ndarray]]
+) -> list[Planned]:
     """Plan an FP8 linear with a scale per row. rows: yields the weight's rows in order, in one or more pieces."""
     return [
-        Planned(f"{module}.weight", "F8_E4M3", shape, lambda: (fp8_codes(r, fp8_row_scales(r)) for r in rows())),
-        Planned(f"{module}.weight_scale", "F32", shape[:1], lambda: (fp8_row_scales(r)[:, 0] for r in rows()), 0),
+        Planned(
+            f"{module}.weight",
+            "F8_E4M3",
+            shape,
+            lambda: (fp8_codes(r, fp8_row_scales(r)) for r in rows()),
+        ),
+        Planned(
+            f"{module}.weight_scale",
+            "F32",
+            shape[:1],
+            lambda: (fp8_row_scales(r)[:, 0] for r in rows()),
+            0,
+        ),
     ]
 
 
@@ -255,7 +298,11 @@ def fp8_row_scales(rows: np.ndarray) -> np.ndarray:
 
 def input_scale_tensors(module: str, input_scale: np.float32 | None) -> list[Planned]:
     """Plan the input scale of a linear, or nothing for None."""
-    return [] if input_scale is None else [planned(f"{module}.input_scale", np.array(input_scale, np.float32))]
+    return (
+        []
+        if input_scale is None
+        else [planned(f"{module}.input_scale", np.array(input_scale, np.float32))]
+    )
 
 
 def fp8_scale(amax: float) -> np.float32:

@@ -27,9 +27,12 @@ Positive = Annotated[float, Meta(gt=0, le=1e12)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 REQUIRED_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 REQUIRED_HYBRID = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
     "linear_conv_kernel_dim",
-)  # fmt: skip
+)
 ROPE_KINDS = ("default", "mrope", "linear", "llama3")
 HINT = "copy config.json from the source checkpoint"
 
@@ -37,7 +40,9 @@ HINT = "copy config.json from the source checkpoint"
 class Rope(msgspec.Struct):
     """Settings of the rotary embedding. full_attention, sliding_attention: those of one kind of layer, where they differ."""
 
-    mrope_section: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None = None
+    mrope_section: (
+        Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None
+    ) = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Fraction | None = None
     rope_type: str | None = None
@@ -112,7 +117,9 @@ class GgufSettings(msgspec.Struct):
         width = self.attention_head_dim
         wavelengths = 2 * np.pi * base ** (np.arange(0, width, 2) / width)
         turns = rope.original_max_position_embeddings / wavelengths
-        smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        smooth = np.clip(
+            (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
+        )
         return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
@@ -125,13 +132,17 @@ def read_settings(folder: ModelFolder) -> GgufSettings:
     """Return the settings. Raises CheckpointError for another family, and for a field that is missing or has another type."""
     where = f"{folder.path.name}/config.json"
     if folder.family.gguf is None:
-        problem = f"model_type {folder.text_config.get('model_type')!r} cannot be stored as GGUF here"
+        problem = (
+            f"model_type {folder.text_config.get('model_type')!r} cannot be stored as GGUF here"
+        )
         raise CheckpointError(f"{folder.path}: {problem}", written_families())
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
-    return documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    return documents.convert(
+        GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT
+    )
 
 
 def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
@@ -141,14 +152,19 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     if settings.rope.kind not in ROPE_KINDS:
         message = f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written"
         raise CheckpointError(
-            f"{message}, expected one of: {', '.join(ROPE_KINDS)}", "convert it with llama.cpp's converter"
+            f"{message}, expected one of: {', '.join(ROPE_KINDS)}",
+            "convert it with llama.cpp's converter",
         )
     layers = settings.num_hidden_layers
     if settings.layer_types is not None and len(settings.layer_types) != layers:
-        raise CheckpointError(f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT)
+        raise CheckpointError(
+            f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT
+        )
     if settings.linear_num_value_heads % settings.linear_num_key_heads:
         message = f"{where}: linear_num_value_heads {settings.linear_num_value_heads} is not a multiple of"
-        raise CheckpointError(f"{message} linear_num_key_heads {settings.linear_num_key_heads}", HINT)
+        raise CheckpointError(
+            f"{message} linear_num_key_heads {settings.linear_num_key_heads}", HINT
+        )
     check_windows(folder, settings, where)
     required = REQUIRED_MIXTURE if folder.family.experts else ("intermediate_size",)
     missing = next((field for field in required if getattr(settings, field) is None), None)
@@ -169,16 +185,24 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
         if short.startswith("layers."):
             number = short.split(".")[1]
             if not number.isdecimal() or int(number) >= layers:
-                raise CheckpointError(f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT)
+                raise CheckpointError(
+                    f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT
+                )
             numbers.add(int(number))
         experts = folder.family.experts
         if experts and name.endswith(".weight") and (expert := experts.split(name)):
             inside = f"{experts.module}.{expert[2]}"
         fields, needed = expected.get(inside or short, ("", shape))
-        if len(shape) != len(needed) or any(n is not None and n != s for n, s in zip(needed, shape, strict=True)):
-            raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
+        if len(shape) != len(needed) or any(
+            n is not None and n != s for n, s in zip(needed, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT
+            )
     if len(numbers) != layers:
-        raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
+        raise CheckpointError(
+            f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT
+        )
 
 
 def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:
@@ -186,12 +210,18 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
     names, kinds = folder.family.gguf, settings.layer_types or []
     if names is None or not names.window_pattern:
         if "sliding_attention" in kinds:
-            message = f"{where}: layers with a sliding window are not written for {folder.family.name}"
+            message = (
+                f"{where}: layers with a sliding window are not written for {folder.family.name}"
+            )
             raise CheckpointError(message, "serve it with vLLM")
         return
     pattern = [bool((i + 1) % names.window_pattern) for i in range(settings.num_hidden_layers)]
     local = settings.rope_parameters and settings.rope_parameters.sliding_attention
-    theta = (local.rope_theta if local else None) or settings.rope_local_base_freq or names.window_rope_theta
+    theta = (
+        (local.rope_theta if local else None)
+        or settings.rope_local_base_freq
+        or names.window_rope_theta
+    )
     scale = settings.query_pre_attn_scalar or settings.attention_head_dim
     for differs, what in (
         (settings.sliding_window is None, "sliding_window (missing)"),
@@ -201,7 +231,9 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
         (settings.attn_logit_softcapping is not None, "attn_logit_softcapping"),
     ):
         if differs:
-            raise CheckpointError(f"{where}: {what} is not what llama.cpp computes {folder.family.name} with", HINT)
+            raise CheckpointError(
+                f"{where}: {what} is not what llama.cpp computes {folder.family.name} with", HINT
+            )
 
 
 def _text(shape: tuple[int | None, ...]) -> str:
@@ -257,7 +289,9 @@ class Layout:
         if family.deltanet:
             dims = s.linear_key_head_dim, s.linear_value_head_dim
             heads = Heads(s.linear_num_key_heads, s.linear_num_value_heads, *dims)
-        interleaved: dict[str, int] = {n: getattr(s, heads_field) for n, heads_field in family.gguf.interleaved.items()}
+        interleaved: dict[str, int] = {
+            n: getattr(s, heads_field) for n, heads_field in family.gguf.interleaved.items()
+        }
         return cls(family, family.gguf, family.deltanet, s.num_hidden_layers, heads, interleaved)
 
     def name(self, name: str) -> str | None:
@@ -276,7 +310,9 @@ class Layout:
             inside = f"{experts.module}.{expert[2]}.weight"
         if short.startswith("layers.") and inside in self.names.layer:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
-        raise CheckpointError(f"{name}: no such tensor in a {self.family.name} text model", written_families())
+        raise CheckpointError(
+            f"{name}: no such tensor in a {self.family.name} text model", written_families()
+        )
 
     def rows(self, name: str, count: int) -> np.ndarray | None:
         """Return the order of a tensor's `count` rows (first axis), or None where it does not change."""

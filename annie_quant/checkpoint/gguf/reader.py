@@ -21,7 +21,19 @@ from annie_quant.core.text import printable
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+SIZES = {
+    0: 1,
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 1,
+    10: 8,
+    11: 8,
+    12: 8,
+}  # bytes of a value, by its type
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 8
 MAX_NESTING = 4  # arrays of arrays
@@ -73,7 +85,9 @@ def check_header(path: Path) -> None:
         ):
             _check_header(_Cursor(raw))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a GGUF file that can be read ({error})", "convert it again") from None
+        raise CheckpointError(
+            f"{path}: not a GGUF file that can be read ({error})", "convert it again"
+        ) from None
 
 
 def _check_header(cursor: _Cursor) -> None:

@@ -75,8 +75,14 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
     """Add tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
     content = folder.json("tokenizer.json")
     if content is None:
-        raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
-    tokenizer = documents.convert(Tokenizer, content, "tokenizer.json", error=CheckpointError, hint=HINT)
+        raise ShardError(
+            "tokenizer_missing",
+            f"{folder.path}: no tokenizer.json",
+            "copy it from the source checkpoint",
+        )
+    tokenizer = documents.convert(
+        Tokenizer, content, "tokenizer.json", error=CheckpointError, hint=HINT
+    )
     tokens, types = tokens_and_types(tokenizer, vocab_size)
     scores = sentencepiece_scores(tokenizer, tokens)
     if scores is None:
@@ -88,13 +94,16 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
         writer.add_token_scores(scores)
         writer.add_add_space_prefix("Prepend" in str(content.get("normalizer")))
         types = [
-            BYTE if kind == NORMAL and BYTE_TOKEN.fullmatch(t) else kind for t, kind in zip(tokens, types, strict=True)
+            BYTE if kind == NORMAL and BYTE_TOKEN.fullmatch(t) else kind
+            for t, kind in zip(tokens, types, strict=True)
         ]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special_vocab = need("gguf", "serve").SpecialVocab
     try:  # SpecialVocab reads the tokenizer's files again, and trusts their types
-        special_vocab(Path(folder.path), load_merges=scores is None, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+        special_vocab(
+            Path(folder.path), load_merges=scores is None, n_vocab=vocab_size
+        ).add_to_gguf(writer, quiet=True)
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
         message = f"{folder.path}: its tokenizer cannot be stored ({reason})"
@@ -111,8 +120,12 @@ def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], 
         control = added.special or (text.startswith("<|") and text.endswith("|>"))
         by_id[added.id] = (text, CONTROL if control else USER_DEFINED)
     if by_id and max(by_id) >= vocab_size:
-        message = f"tokenizer.json has token id {max(by_id)} and config.json a vocabulary of {vocab_size}"
-        raise ShardError("vocab_size", message, "are the tokenizer and the model of one checkpoint?")
+        message = (
+            f"tokenizer.json has token id {max(by_id)} and config.json a vocabulary of {vocab_size}"
+        )
+        raise ShardError(
+            "vocab_size", message, "are the tokenizer and the model of one checkpoint?"
+        )
     rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
     return [t for t, _ in rows], [k for _, k in rows]
 
@@ -129,7 +142,9 @@ def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float]
         return None
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model.merges):
-        ranks.setdefault(merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge), rank)
+        ranks.setdefault(
+            merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge), rank
+        )
     return [float(-ranks.get(token, len(model.merges) + i)) for i, token in enumerate(tokens)]
 
 
@@ -146,7 +161,15 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]
     kinds = tuple(step.type for step in steps)
-    if kinds in STEPS and steps[-1].use_regex and all(s.individual_digits for s in steps if s.type == "Digits"):
+    if (
+        kinds in STEPS
+        and steps[-1].use_regex
+        and all(s.individual_digits for s in steps if s.type == "Digits")
+    ):
         return STEPS[kinds]
     hint = f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEPS.values()])}"
-    raise ShardError("tokenizer_unknown", "tokenizer.json splits text in a way that llama.cpp has no name for", hint)
+    raise ShardError(
+        "tokenizer_unknown",
+        "tokenizer.json splits text in a way that llama.cpp has no name for",
+        hint,
+    )

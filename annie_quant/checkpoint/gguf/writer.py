@@ -20,7 +20,14 @@ import numpy as np
 from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.gguf import vocabulary
-from annie_quant.checkpoint.gguf.layout import GgufSettings, Heads, Layout, check_settings, keeps_float32, read_settings
+from annie_quant.checkpoint.gguf.layout import (
+    GgufSettings,
+    Heads,
+    Layout,
+    check_settings,
+    keeps_float32,
+    read_settings,
+)
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space
@@ -71,7 +78,9 @@ def type_of(type: str | None, model: QuantizedFolder) -> str:
     computed = family is None or family.computes_nvfp4(model.folder)
     kind = (type or ("NVFP4" if model.nvfp4 and computed else "BF16")).upper()
     if kind not in TYPES:
-        raise UsageError(f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}")
+        raise UsageError(
+            f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}"
+        )
     return kind
 
 
@@ -79,7 +88,10 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
     """Plan the file of a model folder. kind: one of TYPES."""
     folder = model.folder
     if kind == "NVFP4" and not model.nvfp4:
-        raise UsageError(f"{folder.path} holds no NVFP4", "quantize it first: annie-quant quantize --strategy direct")
+        raise UsageError(
+            f"{folder.path} holds no NVFP4",
+            "quantize it first: annie-quant quantize --strategy direct",
+        )
     if model.linears and kind not in ("NVFP4", "BF16", "F16"):
         message = f"{folder.path} is quantized already, {kind} needs unquantized weights"
         raise UsageError(message, "give the bf16 checkpoint it was made from")
@@ -91,10 +103,14 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
         message = f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ"
         raise CheckpointError(message, "llama.cpp serves Qwen3.5 with equal ones only")
     has_mtp = any(map(folder.family.in_mtp, folder))
-    plan = GgufPlan(model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0)
+    plan = GgufPlan(
+        model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0
+    )
     plan.entries.extend(plan.tensors())
     if (factors := settings.frequency_factors()) is not None:
-        plan.entries.append(GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors])))
+        plan.entries.append(
+            GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors]))
+        )
     return plan
 
 
@@ -130,7 +146,9 @@ class GgufPlan:
         folder, experts = self.model.folder, self.layout.family.experts
         names = self.model.weights
         of_experts = {n for n in names if experts and experts.split(n)}
-        for stored, stack in stacks(folder, self.layout, [n for n in names if n in of_experts]).items():
+        for stored, stack in stacks(
+            folder, self.layout, [n for n in names if n in of_experts]
+        ).items():
             yield from self._tensor(stored, stack, stacked=True)
         for name in names:
             if name in of_experts:
@@ -141,7 +159,9 @@ class GgufPlan:
                 linear = self.model.linears.get(name.removesuffix(".weight"))
                 self.left_out.append(linear.weight if linear else name)
 
-    def _tensor(self, stored: str, names: Sequence[str], stacked: bool = False) -> Iterator[GgufTensor]:
+    def _tensor(
+        self, stored: str, names: Sequence[str], stacked: bool = False
+    ) -> Iterator[GgufTensor]:
         """Plan one tensor of the file and its scales: NVFP4 unchanged where ggml has its layout, else numbers.
 
         names: the tensors that it is made of, "MODULE.weight" for a quantized linear.
@@ -163,20 +183,35 @@ class GgufPlan:
         ):
             if all(x.input_global is None for x in linears):
                 self.weight_only.append(stored)
-            yield GgufTensor(stored, "NVFP4", shape, lambda: (piece for x in linears for piece in self._blocks(x)))
-            for suffix, scale_of in ((".scale", Linear.tensor_scale), (".input_scale", Linear.input_scale)):
+            yield GgufTensor(
+                stored,
+                "NVFP4",
+                shape,
+                lambda: (piece for x in linears for piece in self._blocks(x)),
+            )
+            for suffix, scale_of in (
+                (".scale", Linear.tensor_scale),
+                (".input_scale", Linear.input_scale),
+            ):
                 scales = [scale_of(x, folder) for x in linears]
                 values = np.array([1 if s is None else s.multiplier for s in scales], np.float32)
                 # The converter's tests; llama.cpp's default is 1.
                 if not np.allclose(values, 1.0, rtol=1e-5 if stacked else 0.0, atol=1e-6):
                     yield GgufTensor(
-                        stored.removesuffix(".weight") + suffix, "F32", values.shape, partial(iter, [values])
+                        stored.removesuffix(".weight") + suffix,
+                        "F32",
+                        values.shape,
+                        partial(iter, [values]),
                     )
             return
         self.dequantized.extend(x.name for x in linears)
         # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
         eight_bit = (
-            linears and not stacked and linears[0].format == "fp8" and self.kind == "NVFP4" and columns % 32 == 0
+            linears
+            and not stacked
+            and linears[0].format == "fp8"
+            and self.kind == "NVFP4"
+            and columns % 32 == 0
         )
         kind = "Q8_0" if eight_bit else self._type(stored, shape)
         yield GgufTensor(stored, kind, shape, partial(self._numbers, stored, kind, names))
@@ -209,7 +244,9 @@ class GgufPlan:
                 piece = array[start : start + step]
                 yield encode(self.layout.transform(name, piece), kind, stored)
                 if linear is None:
-                    folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
+                    folder.release(
+                        name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes
+                    )
             folder.release(linear.weight if linear else name)
 
     def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
@@ -226,7 +263,9 @@ class GgufPlan:
             assert self.layout.heads is not None  # whose order the columns have
             value_dim = self.layout.heads.value_dim
             if value_dim % 16:
-                raise CheckpointError(f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16")
+                raise CheckpointError(
+                    f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16"
+                )
             codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]
         codes, scale = np.ascontiguousarray(codes), np.ascontiguousarray(scale)
         yield nvfp4.to_ggml(nvfp4.Tensor(codes, scale, tensor.tensor_scale, tensor.shape, 16))
@@ -264,19 +303,27 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[st
             by_name.setdefault(stored, {})[expert[1]] = name
     count = folder.text_config.get(experts.count) if experts else None
     for stored, weights in by_name.items():
-        if sorted(weights) != list(range(count if isinstance(count, int) and count < 1 << 20 else len(weights))):
+        if sorted(weights) != list(
+            range(count if isinstance(count, int) and count < 1 << 20 else len(weights))
+        ):
             problem = f"{stored}: {len(weights)} experts, and config.json has {count}"
             raise CheckpointError(problem, "annie-quant audit the checkpoint")
-    return {stored: [name for _, name in sorted(weights.items())] for stored, weights in by_name.items()}
+    return {
+        stored: [name for _, name in sorted(weights.items())] for stored, weights in by_name.items()
+    }
 
 
 def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], shapes: int) -> None:
     """Raise CheckpointError for tensors that one tensor of the file cannot hold. shapes: how many different ones they have."""
     if linears and len(linears) < len(names):
         plain = next(n for n in names if n.removesuffix(".weight") not in {x.name for x in linears})
-        raise CheckpointError(f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit")
+        raise CheckpointError(
+            f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit"
+        )
     if shapes > 1:
-        raise CheckpointError(f"{stored}: experts of {shapes} shapes", "annie-quant audit the checkpoint")
+        raise CheckpointError(
+            f"{stored}: experts of {shapes} shapes", "annie-quant audit the checkpoint"
+        )
     if awq := next((x.pre_quant for x in linears if x.pre_quant), None):
         problem = f"{awq}: llama.cpp has no activation scales (NVFP4_AWQ)"
         raise CheckpointError(problem, "make it plain NVFP4 first: annie-quant audit --repair")
@@ -287,7 +334,9 @@ def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], sh
 MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, for a config.json without them
 
 
-def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progress = SILENT) -> GgufPlan:
+def write_gguf(
+    model: QuantizedFolder, output: Path, kind: str, progress: Progress = SILENT
+) -> GgufPlan:
     """Write a model folder as one file, and return its plan. kind: one of TYPES."""
     gguf = need("gguf", "serve")
     plan = plan_gguf(model, kind)
@@ -302,7 +351,9 @@ def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progre
         check_free_space(output.parent, sum(sizes))
         for tensor, size in zip(plan.entries, sizes, strict=True):
             raw_dtype = gguf.GGMLQuantizationType[tensor.type]
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=raw_dtype)
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=raw_dtype
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -353,7 +404,9 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
         writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
-    default_theta = 1_000_000.0 if plan.layout.names.window_pattern else 10_000.0  # transformers' defaults
+    default_theta = (
+        1_000_000.0 if plan.layout.names.window_pattern else 10_000.0
+    )  # transformers' defaults
     writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or default_theta)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)
@@ -372,7 +425,9 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
         add_hybrid_metadata(writer, plan, plan.layout.heads)
     if plan.layout.family.experts:
         add_expert_metadata(writer, settings)
-    if weight_only := sorted(plan.weight_only):  # llama.cpp may round the activations of the others to 4 bits
+    if weight_only := sorted(
+        plan.weight_only
+    ):  # llama.cpp may round the activations of the others to 4 bits
         writer.add_array("general.tensor_extra.name", weight_only)
         writer.add_array("general.tensor_extra.prec_a4", [False] * len(weight_only))
     if plan.mtp_layers:
@@ -400,7 +455,9 @@ def add_hybrid_metadata(writer: GGUFWriter, plan: GgufPlan, heads: Heads) -> Non
 
 def add_expert_metadata(writer: GGUFWriter, settings: GgufSettings) -> None:
     """Add the keys of a mixture of experts."""
-    assert settings.num_experts and settings.num_experts_per_tok and settings.moe_intermediate_size  # by read_settings
+    assert (
+        settings.num_experts and settings.num_experts_per_tok and settings.moe_intermediate_size
+    )  # by read_settings
     writer.add_expert_count(settings.num_experts)
     writer.add_expert_used_count(settings.num_experts_per_tok)
     writer.add_expert_feed_forward_length(settings.moe_intermediate_size)

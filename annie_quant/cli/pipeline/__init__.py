@@ -7,7 +7,14 @@ from typing import Annotated
 
 import msgspec
 
-from annie_quant.cli.options import AllowMismatch, AsJson, Option, PerGate, PersonaName, WorkloadNames
+from annie_quant.cli.options import (
+    AllowMismatch,
+    AsJson,
+    Option,
+    PerGate,
+    PersonaName,
+    WorkloadNames,
+)
 
 
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,13 @@ from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import EvaluationProcesses, ProcessJob, StageResult, Stages, prompts_key
+from annie_quant.cli.pipeline.stages import (
+    EvaluationProcesses,
+    ProcessJob,
+    StageResult,
+    Stages,
+    prompts_key,
+)
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
@@ -39,14 +45,24 @@ from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
 
 MODEL = ASSETS / "tiny-annie"
-PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
+PACKAGES = (
+    "torch",
+    "transformers",
+    "modelopt",
+    "xllamacpp",
+    "gguf",
+)  # of the extras quantize and serve
 N_CONVERSATIONS = 500
-CALIBRATION_ROWS = 64  # with 48, and sums as AVX2 adds them, one answer of 693 is empty, which is undecided
+CALIBRATION_ROWS = (
+    64  # with 48, and sums as AVX2 adds them, one answer of 693 is empty, which is undecided
+)
 # Annie's workloads without conversations, whose turns took a third of the time. The served ones test each behaviour of the
 # others once: a call, its arguments, none where none fits, a right answer, its form and its end.
 SERVED = "abstention,factual,tool_memory,tool_web"
 OFFLINE = f"{SERVED},briefing,conversational,greeting,hardened_prompt,long_response,reasoning,thinking_off,thinking_on"
-NUMERICS = ("vllm-cutlass",)  # no server has the float32 stream of "w4a4", in which naive loses a third of these calls
+NUMERICS = (
+    "vllm-cutlass",
+)  # no server has the float32 stream of "w4a4", in which naive loses a third of these calls
 WEIGHT_ONLY = ("vllm-marlin",)  # of a checkpoint without 4-bit inputs
 
 
@@ -72,8 +88,12 @@ SIDES = {
     "q4_k_m": Side("Q4_K_M", gguf_type="Q4_K_M"),
 }
 CANDIDATE, INCUMBENT = "best", "q4_k_m"
-STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is judged without a server
-BACKENDS = [name for name in SIDES if name != "naive"]  # served: what naive loses is shown without a server
+STRATEGIES = [
+    side.strategy for side in SIDES.values() if side.strategy
+]  # each is judged without a server
+BACKENDS = [
+    name for name in SIDES if name != "naive"
+]  # served: what naive loses is shown without a server
 
 
 class DemoResult(documents.Verdict, kw_only=True):
@@ -118,11 +138,16 @@ class Demo:
             workloads=OFFLINE if ours else workloads,
             numerics=NUMERICS,
         )
-        self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
+        self.stages = Stages(
+            directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console
+        )
 
     def run(self) -> DemoResult:
         stages = self.stages
-        prompts = {"n": N_CONVERSATIONS, **({} if self.persona.source == "annie" else {"persona": self.persona.sha256})}
+        prompts = {
+            "n": N_CONVERSATIONS,
+            **({} if self.persona.source == "annie" else {"persona": self.persona.sha256}),
+        }
         prompts_used = {"asked": prompts_key(self.answers.prompts())}
         with EvaluationProcesses(stages) as processes:
             processes.start("bf16-answers", prompts_used, [], self.answers)
@@ -132,14 +157,24 @@ class Demo:
                 stages.audit(strategy)
             text = {"text": stages.text_key}
             for side in BACKENDS:
-                stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), StageResult)
+                stages.stage(
+                    f"gguf-{side}",
+                    text,
+                    [f"gguf/{side}.gguf"],
+                    partial(self.convert, side),
+                    StageResult,
+                )
             processes.finish()
             inputs = stages.data_inputs() | prompts_used | {"numerics": NUMERICS}
             for strategy in STRATEGIES:
-                processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
+                processes.start(
+                    f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy)
+                )
             processes.finish()
         outputs = ["records.jsonl", "bench.json"]
-        stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, StageResult)
+        stages.stage(
+            "bench", {"n": self.n_served, **text}, outputs, self.measure_servers, StageResult
+        )
         return self.finish()
 
     def evaluation(self, strategy: str) -> ProcessJob:
@@ -147,20 +182,26 @@ class Demo:
         return msgspec.structs.replace(
             self.answers,
             checkpoint=str(folder.path),
-            numerics=NUMERICS if any(name.endswith(".input_scale") for name in folder) else WEIGHT_ONLY,
+            numerics=NUMERICS
+            if any(name.endswith(".input_scale") for name in folder)
+            else WEIGHT_ONLY,
             until_loss=strategy != CANDIDATE,
             output=str(self.dir / f"eval/{strategy}.json"),
         )
 
     def make_data(self, progress: Progress) -> StageResult:
-        data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
+        data.generate(
+            self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress
+        )
         return StageResult(f"{N_CONVERSATIONS} conversations")
 
     def convert(self, name: str, progress: Progress) -> StageResult:
         side = SIDES[name]
         target = self.dir / f"gguf/{name}.gguf"
         target.parent.mkdir(exist_ok=True)
-        checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type, force=True)
+        checkpoint.convert(
+            self.source(side), to="gguf", output=target, type=side.gguf_type, force=True
+        )
         return StageResult(f"{target.stat().st_size / 1e6:.1f} MB")
 
     def source(self, side: Side) -> Path:
@@ -173,12 +214,20 @@ class Demo:
             for name in BACKENDS:
                 progress.message(f"starting {name}")
                 log = self.dir / f"logs/{name}.log"
-                servers.append(serving.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=log))
+                servers.append(
+                    serving.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=log)
+                )
             backends = [
-                bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
+                bench.Backend(
+                    name, server.url, meta={"model": name, "source": source, "pid": server.pid}
+                )
                 for name, server in zip(BACKENDS, servers, strict=True)
             ]
-            settings: dict[str, Any] = {"warmup": 1, "runs": 1, "resume": self.same_bench_settings()}
+            settings: dict[str, Any] = {
+                "warmup": 1,
+                "runs": 1,
+                "resume": self.same_bench_settings(),
+            }
             settings |= {"candidate": CANDIDATE, "reference": "bf16", "incumbent": INCUMBENT}
             result = bench.run(backends, workloads, self.dir.path, progress=progress, **settings)
         finally:
@@ -201,7 +250,11 @@ class Demo:
         for strategy in STRATEGIES:
             add_evaluation(aggregates, strategy, self.dir / f"eval/{strategy}.json")
         verdict = judge.verdict(aggregates)
-        config = {"n_offline": self.answers.n_per_gate, "n_served": self.n_served, "model": self.stages.base["model"]}
+        config = {
+            "n_offline": self.answers.n_per_gate,
+            "n_served": self.n_served,
+            "model": self.stages.base["model"],
+        }
         self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
         summary = summary_lines(aggregates, CANDIDATE, INCUMBENT)
@@ -228,8 +281,12 @@ class Demo:
 def add_evaluation(aggregates: Aggregates, model: str, path: Path) -> None:
     """Add an evaluation, with all members of its ensembles, to a run's aggregates."""
     document = read_json(path)
-    aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, documents.OfflineSide])
-    aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, documents.OfflineSide])
+    aggregates.offline[model] = msgspec.convert(
+        document["numerics"], dict[str, documents.OfflineSide]
+    )
+    aggregates.members[model] = msgspec.convert(
+        document.get("members", {}), dict[str, documents.OfflineSide]
+    )
     if blocking := document.get("blocking"):
         aggregates.blocking[model] = list(blocking)
 
@@ -295,7 +352,10 @@ def _counted(gates: Sequence[JudgedGate]) -> str:
 def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:
     """Return one sentence about the times of two served models, in a list; [] where they were not compared."""
     parts = []
-    for metric, text in (("decode_tok_s", "writes {} tokens/s"), ("ttft_content_ms", "begins after {} ms")):
+    for metric, text in (
+        ("decode_tok_s", "writes {} tokens/s"),
+        ("ttft_content_ms", "begins after {} ms"),
+    ):
         row = compared_with(aggregates, candidate.name, incumbent.name, metric)
         if row is not None and row.median_a is not None and row.median_b is not None:
             ours, theirs = map(three_digits, (row.median_b, row.median_a))

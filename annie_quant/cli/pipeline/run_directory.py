@@ -44,7 +44,9 @@ def not_writable(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
     note = owner(path)
     return EnvironmentFault(
         f"{path}: cannot be created or written ({error.strerror}{note})",
-        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if note else "choose another --output",
+        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output"
+        if note
+        else "choose another --output",
     )
 
 
@@ -81,7 +83,9 @@ class RunDirectory:
                 )
             file.truncate(0)
             with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
-                file.write(f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}")
+                file.write(
+                    f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}"
+                )
                 file.flush()
             for name in ("run.json", "bench.json"):
                 if (self.path / name).is_file():

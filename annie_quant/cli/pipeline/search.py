@@ -55,13 +55,21 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(settings.output)
-    stale = check_prompt_hash(settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch)
+    stale = check_prompt_hash(
+        settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch
+    )
     workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
         work = directory / "models/.work"
-        stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console, work)
+        stages = Stages(
+            directory, settings.model, settings.calib_data, settings.samples, console, work
+        )
         listed = settings.strategies
-        order, notes = frontier_order(settings.model, settings.every) if listed is None else (chosen_order(listed), [])
+        order, notes = (
+            frontier_order(settings.model, settings.every)
+            if listed is None
+            else (chosen_order(listed), [])
+        )
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
@@ -89,7 +97,9 @@ def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
     folder, notes = ModelFolder(model), list[str]()
     points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
-        under = [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
+        under = [
+            (False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))
+        ]
     except AnnieError as error:
         notes.append(f"best under budgets is not tried: {error.message}")
     else:  # at the same bytes `best` is not worse than they are by more than the noise (tests/perf/quantize_peers.md)
@@ -107,7 +117,11 @@ class Search:
     """One search; `result` is what search.json holds."""
 
     def __init__(
-        self, stages: Stages, settings: SearchSettings, order: Sequence[str], workloads: Sequence[Workload]
+        self,
+        stages: Stages,
+        settings: SearchSettings,
+        order: Sequence[str],
+        workloads: Sequence[Workload],
     ) -> None:
         self.stages, self.settings, self.order, self.workloads = stages, settings, order, workloads
         self.prompts = offline_prompts(settings.n, workloads)
@@ -134,7 +148,9 @@ class Search:
         self.counts = answers_per_gate(self.prompts)
         evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
         result.reference = evaluation.reference_gates
-        if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
+        if compares_with_reference(
+            self.prompts
+        ):  # bf16's own answers are the reference: it cannot fail them
             result.notes += evaluation.notes
         elif report := reference_report(result.reference):
             result.notes.append(report)
@@ -167,13 +183,17 @@ class Search:
     def attempt(self, strategy: str) -> documents.StrategyRow:
         """Try one strategy, and return its row of the table."""
         stages, before_s = self.stages, self.spent_s()
-        row = documents.StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
+        row = documents.StrategyRow(
+            strategy, passed=False, outcome="", why=[], path=[], numerics={}
+        )
         audit, fault = quantize_and_audit(stages, strategy)
         if audit is None:
             row.error, row.outcome, row.path = fault, "could not be made", [f"quantize → {fault}"]
             return row
         self.measure_size(row)
-        if same := next((r for r in self.result.strategies if r.model_sha256 == row.model_sha256 != ""), None):
+        if same := next(
+            (r for r in self.result.strategies if r.model_sha256 == row.model_sha256 != ""), None
+        ):
             path = [f"quantize → the same checkpoint as {same.strategy}: {same.outcome}"]
             return msgspec.structs.replace(
                 same, strategy=strategy, path=path, seconds=round(self.spent_s() - before_s, 1)
@@ -200,14 +220,23 @@ class Search:
         settings, folder = self.settings, self.stages.checkpoint(row.strategy)
         first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
         keep_numerics(row, first)
-        judged = [g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
+        judged = [
+            g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
+        ]
         sides = first.numerics.items()
-        failed = {kind: [g for g, pair in side.paired.items() if pair.lost and g in judged] for kind, side in sides}
-        lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
+        failed = {
+            kind: [g for g, pair in side.paired.items() if pair.lost and g in judged]
+            for kind, side in sides
+        }
+        lost = "; ".join(
+            f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates
+        )
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
         if failed_smoke:
             row.outcome, row.why, row.incoherent = "gibberish", failed_smoke, True
-            row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
+            row.path.append(
+                f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive"
+            )
             if not settings.every:
                 return
         else:
@@ -220,7 +249,9 @@ class Search:
         # The whole table is for comparison, so all of it rests on the same prompts.
         looks = [settings.n] if settings.every else decision.looks(settings.n)
         for look in looks[:-1]:
-            early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look))
+            early = self.stages.evaluate(
+                f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look)
+            )
             keep_numerics(row, early)
             row.why = decision.early_reasons(row.numerics, self.counts, len(looks))
             if row.why:
@@ -234,14 +265,18 @@ class Search:
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
-        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required)
+        row.why = failed_smoke + decision.final_reasons(
+            final.verdict, row.numerics, settings.required
+        )
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
         if row.passed or settings.every:
             try_draws(self.stages, row, self.prompts, settings.seeds)
         if row.passed:
             row.path.append("PASS: ship it")
-            row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")
+            row.outcome = "keeps every gate" + (
+                f" in {1 + len(row.draws)} calibration draws" if row.draws else ""
+            )
         else:
             if not failed_smoke:
                 row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
@@ -266,7 +301,9 @@ class Search:
         write_text(self.stages.dir / "search.md", texts.search_page(self.result))
 
 
-def quantize_and_audit(stages: Stages, strategy: str, draw: int = 0) -> tuple[AuditResult | None, str]:
+def quantize_and_audit(
+    stages: Stages, strategy: str, draw: int = 0
+) -> tuple[AuditResult | None, str]:
     """Return the audit of a strategy's checkpoint and what is wrong with it; None and the reason where it cannot be made."""
     try:
         stages.quantize(strategy, draw)
@@ -278,7 +315,9 @@ def quantize_and_audit(stages: Stages, strategy: str, draw: int = 0) -> tuple[Au
     return audit, "" if audit.ok else audit.summary
 
 
-def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
+def try_draws(
+    stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int
+) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
     for seed in range(1, seeds):
         audit, fault = quantize_and_audit(stages, row.strategy, seed)
@@ -290,7 +329,10 @@ def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Work
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
         verdict = evaluation.verdict or documents.PairedVerdict()
         sides = evaluation.numerics.items()
-        gates = {kind: {g: [r.passes, r.n] for g, r in side.gates.items() if not r.advisory} for kind, side in sides}
+        gates = {
+            kind: {g: [r.passes, r.n] for g, r in side.gates.items() if not r.advisory}
+            for kind, side in sides
+        }
         row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
@@ -319,16 +361,25 @@ def standing(row: documents.StrategyRow) -> str:
     if row.verdict is None:
         return f"not accepted: {len(row.why)} reasons"
     members = row.verdict.members.values()
-    lost, undecided = {g for m in members for g in m.loses}, {g for m in members for g in m.undecided}
+    lost, undecided = (
+        {g for m in members for g in m.loses},
+        {g for m in members for g in m.undecided},
+    )
     if not lost and undecided:
         return f"undecided: {', '.join(sorted(map(rule.title, undecided)))} need more prompts"
-    return f"{row.verdict.verdict}: {', '.join(sorted(map(rule.title, lost or undecided)))} not kept"
+    return (
+        f"{row.verdict.verdict}: {', '.join(sorted(map(rule.title, lost or undecided)))} not kept"
+    )
 
 
 def lost_gates(row: documents.StrategyRow) -> dict[str, documents.GateTable]:
     """Return, per numerics, the gates of which the row's strategy lost answers."""
     return {
-        kind: {name: gate for name, gate in side.gates.items() if name in side.paired and side.paired[name].lost}
+        kind: {
+            name: gate
+            for name, gate in side.gates.items()
+            if name in side.paired and side.paired[name].lost
+        }
         for kind, side in row.numerics.items()
     }
 
@@ -350,7 +401,9 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
 
 def reference_report(gates: documents.GateTable) -> str | None:
     """Return what it means that bf16 itself misses requirements; None if it misses none."""
-    missed = [(name, gate) for name, gate in gates.items() if gate.meets == "fail" and not gate.advisory]
+    missed = [
+        (name, gate) for name, gate in gates.items() if gate.meets == "fail" and not gate.advisory
+    ]
     failed = {name: f"{name} {gate.passes} of {gate.n}" for name, gate in missed}
     lost = [g for g in failed if g in MANNERS]
     if len(lost) >= 2 or "tool_call" in lost:
@@ -365,32 +418,50 @@ def reference_report(gates: documents.GateTable) -> str | None:
 
 def hardened_prompt(persona: Persona) -> str:
     """Return the persona's prompt followed by its rules as numbered critical rules (R47)."""
-    of_tools = ["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []
+    of_tools = (
+        ["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []
+    )
     numbered = "\n".join(f"{i}. {rule}" for i, rule in enumerate([*persona.rules, *of_tools], 1))
     return f"{persona.system_prompt}\nCRITICAL RULES (violations cause errors):\n{numbered}"
 
 
 def hardened(
-    stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, documents.GateTable]
+    stages: Stages,
+    strategy: str,
+    workloads: Sequence[Workload],
+    tables: Mapping[str, documents.GateTable],
 ) -> documents.Hardened | None:
     """Evaluate the failing gates' prompts again under a hardened prompt. tables: gates per numerics.
 
     Returns None if no gate fails that a prompt may restore.
     """
-    lost = [(kind, gate) for kind, table in tables.items() for gate in failing(table) if gate in PROMPT_GATES]
-    plain = [w for w in workloads if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system]
+    lost = [
+        (kind, gate)
+        for kind, table in tables.items()
+        for gate in failing(table)
+        if gate in PROMPT_GATES
+    ]
+    plain = [
+        w
+        for w in workloads
+        if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system
+    ]
     if not plain:
         return None
     chosen = judge.sample(plain, HARDENED_N)
     prompts = [replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in chosen]
     numerics = tuple(dict.fromkeys(kind for kind, _ in lost))
-    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics)
+    result = stages.evaluate(
+        f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics
+    )
     rows: dict[str, documents.HardenedGate] = {}
     for kind, gate in lost:
         after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
         if after is not None and reference is not None:
             before, under, bf16 = ([r.passes, r.n] for r in (tables[kind][gate], after, reference))
-            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(before, under, bf16, restored(after, reference))
+            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(
+                before, under, bf16, restored(after, reference)
+            )
     return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
 
 
@@ -408,7 +479,9 @@ def reading(restored: Iterable[bool | None]) -> str:
         return "no conclusion: bf16 itself does not hold under the hardened prompt"
     if all(known):
         return "restored: the signal is there and needs a stronger prompt; a lighter strategy may be enough"
-    return "not restored: the signal is destroyed; it needs more bits in the right places, or training"
+    return (
+        "not restored: the signal is destroyed; it needs more bits in the right places, or training"
+    )
 
 
 def by_activations(tables: Mapping[str, documents.GateTable]) -> str | None:
@@ -416,4 +489,8 @@ def by_activations(tables: Mapping[str, documents.GateTable]) -> str | None:
     if not {"w4a4", "w4a16"} <= tables.keys():
         return None
     only = ", ".join(g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"]))
-    return f"held under W4A16: {only}; the loss comes from quantizing activations, not weights" if only else None
+    return (
+        f"held under W4A16: {only}; the loss comes from quantizing activations, not weights"
+        if only
+        else None
+    )

@@ -93,7 +93,10 @@ class Stages:
     ) -> None:
         self.dir, self.console = directory, console
         self.model, self.conversations, self.samples = model, conversations, samples
-        self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
+        self.base = {
+            "version": __version__,
+            "model": model_sha256(model)[:16],
+        }  # inputs of every stage
         self.rows: list[documents.Stage] = []
         self.work = work
 
@@ -116,7 +119,9 @@ class Stages:
             self.console.note(f"✓ {name}, done before ({stamp.seconds:.1f} s)")
         result = msgspec.convert(stamp.result, kind)
         ok = result.ok if isinstance(result, AuditResult) else None
-        self.rows.append(documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok))
+        self.rows.append(
+            documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok)
+        )
         return result
 
     def is_finished(self, name: str, inputs: Mapping[str, object]) -> bool:
@@ -146,7 +151,9 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0, chosen: Mapping[str, Any] | None = None) -> StageResult:
+    def quantize(
+        self, strategy: str, draw: int = 0, chosen: Mapping[str, Any] | None = None
+    ) -> StageResult:
         """Quantize. strategy: with a budget or without one. chosen: the strategy's options that are not its defaults."""
         plain, budget = with_budget(strategy)
         options = dict(chosen or {})
@@ -178,11 +185,19 @@ class Stages:
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:
             audit = checkpoint.audit(self.checkpoint(strategy, draw), source=self.model)
-            outcome = "sound" if audit.ok else f"{len(audit.findings)} findings: {audit.findings[0].message}"
-            return AuditResult(outcome, {k: v for k, v in audit.to_dict().items() if k != "tensors"})
+            outcome = (
+                "sound"
+                if audit.ok
+                else f"{len(audit.findings)} findings: {audit.findings[0].message}"
+            )
+            return AuditResult(
+                outcome, {k: v for k, v in audit.to_dict().items() if k != "tensors"}
+            )
 
         name = drawn(strategy, draw)
-        return self.stage(f"audit-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, AuditResult)
+        return self.stage(
+            f"audit-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, AuditResult
+        )
 
     def prompts(self, n: int, everything: Sequence[Workload]) -> list[Workload]:
         """Return n prompts per gate, and more where a gate that compares with bf16's own answers applies to few of them."""
@@ -193,7 +208,9 @@ class Stages:
         from annie_quant.offline.pair import EvaluationJob, open_pair
 
         def work(progress: Progress) -> PromptsResult:
-            job = EvaluationJob(checkpoint=self.model, reference=self.model, cache=self.dir / "eval")
+            job = EvaluationJob(
+                checkpoint=self.model, reference=self.model, cache=self.dir / "eval"
+            )
             with open_pair(job, progress) as pair:
                 per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
             return PromptsResult(f"{per_gate} per gate", per_gate)
@@ -229,7 +246,9 @@ class Stages:
                 workloads=workloads,
                 numerics=numerics,
                 ensemble=ensemble,
-                conversations=read_conversations(self.conversations, n_conversations) if n_conversations else (),
+                conversations=read_conversations(self.conversations, n_conversations)
+                if n_conversations
+                else (),
                 output=self.dir / output,
                 cache=self.dir / "eval",
             )
@@ -259,7 +278,9 @@ def with_budget(name: str) -> tuple[str, float | None]:
     except ValueError:
         budget = 0.0
     if strategy != "best" or not 0 < budget < math.inf:
-        raise UsageError(f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5")
+        raise UsageError(
+            f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5"
+        )
     return strategy, budget
 
 
@@ -326,7 +347,9 @@ class EvaluationProcesses:
         self.threads = max(1, host.cores() // AT_ONCE)
         self._started: list[tuple[server.Server | None, Callable[[], StageResult]]] = []
 
-    def start(self, name: str, inputs: Mapping[str, object], outputs: list[str], job: ProcessJob) -> None:
+    def start(
+        self, name: str, inputs: Mapping[str, object], outputs: list[str], job: ProcessJob
+    ) -> None:
         """Start the process of a stage and return at once; does nothing for a stage that has finished before."""
         process = None
         if not self.stages.is_finished(name, inputs):
@@ -334,7 +357,9 @@ class EvaluationProcesses:
             environment = llama_cpp.environment() | {"OMP_NUM_THREADS": str(self.threads)}
             process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
         work = partial(ended, job, process)
-        self._started.append((process, partial(self.stages.stage, name, inputs, outputs, work, StageResult)))
+        self._started.append(
+            (process, partial(self.stages.stage, name, inputs, outputs, work, StageResult))
+        )
 
     def finish(self) -> None:
         """Wait for the stages that were started, in order. Raises ServerError with the cause of a failure."""
@@ -368,7 +393,9 @@ def ended(job: ProcessJob, process: server.Server | None, progress: Progress) ->
 
 def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
-    prompts = job.prompts()  # before torch is imported, so that an unknown workload is named at once
+    prompts = (
+        job.prompts()
+    )  # before torch is imported, so that an unknown workload is named at once
     from annie_quant.offline import ensemble
     from annie_quant.offline.evaluation import run
     from annie_quant.offline.pair import EvaluationJob, open_pair

@@ -73,7 +73,9 @@ class Teacher(Protocol):
     def check(self, persona: Persona) -> None:
         """Raise UsageError for a persona that this teacher cannot write for, before anything is written."""
 
-    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> TeacherBatch:
+    def batch(
+        self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]
+    ) -> TeacherBatch:
         """Return at most `count` conversations of a category. avoid: user texts that must not be repeated."""
 
 
@@ -125,14 +127,18 @@ class PromptedTeacher:
     def check(self, persona: Persona) -> None:
         """Accept every persona."""
 
-    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> TeacherBatch:
+    def batch(
+        self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]
+    ) -> TeacherBatch:
         reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(category))
         answers = conversations(reply.value if reply.value is not None else reply.text)
         rows = [row for answer in answers if (row := to_row(answer, persona, category)) is not None]
         if not rows:
             start = f"it begins with {reply.text[:60]!r}" if reply.text else "it is empty"
             reason = "it is truncated" if reply.truncated else start
-            raise BatchFailed(f"no conversation in the answer: {reason}", reply.cost_usd, reply.tokens)
+            raise BatchFailed(
+                f"no conversation in the answer: {reason}", reply.cost_usd, reply.tokens
+            )
         return TeacherBatch(rows[:count], reply.cost_usd, reply.tokens)
 
 
@@ -142,11 +148,20 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
     turn: JsonObject = {"user": "the user's message"}
     if tool:
         arguments = "an object that fits the tool's parameters"
-        turn |= {"call": {"name": tool["name"], "arguments": arguments}, "result": "the text that the tool returns"}
+        turn |= {
+            "call": {"name": tool["name"], "arguments": arguments},
+            "result": "the text that the tool returns",
+        }
     turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
     return render_text(
         "teacher.txt",
-        **{"persona": persona, "category": category, "count": count, "tool": tool, "avoid": avoid[-MAX_AVOID:]},
+        **{
+            "persona": persona,
+            "category": category,
+            "count": count,
+            "tool": tool,
+            "avoid": avoid[-MAX_AVOID:],
+        },
         form={"conversations": [{"turns": [turn]}]},
     )
 
@@ -154,7 +169,9 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
 def schema_for(category: Category) -> JsonObject:
     """Return the JSON schema of an answer."""
     text: JsonObject = {"type": "string"}
-    call = _object(["name", "arguments"], name={"const": category.tool}, arguments={"type": "object"})
+    call = _object(
+        ["name", "arguments"], name={"const": category.tool}, arguments={"type": "object"}
+    )
     optional: dict[str, JsonObject] = {"call": call, "result": text} if category.tool else {}
     turn = _object(["user", "assistant"], user=text, assistant=text, **optional)
     turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": category.turns}

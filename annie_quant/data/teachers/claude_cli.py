@@ -30,10 +30,13 @@ MODEL = "claude-opus-4-6"
 REQUIRED_FLAGS = ("--print", "--model", "--output-format")
 HELP_TIMEOUT_S = 60.0
 _LIMIT = re.compile(
-    r"rate.?limit|usage limit|limit reached|overloaded|too many requests|\b(?:429|529)\b", re.IGNORECASE
+    r"rate.?limit|usage limit|limit reached|overloaded|too many requests|\b(?:429|529)\b",
+    re.IGNORECASE,
 )
 _RESET = re.compile(r"limit reached\s*\|\s*(\d{9,11})", re.IGNORECASE)
-_LOGIN = re.compile(r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE)
+_LOGIN = re.compile(
+    r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE
+)
 
 
 class Usage(msgspec.Struct):
@@ -65,7 +68,9 @@ class ClaudeCli(PromptedTeacher):
         """Return the argument list of one batch."""
         argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
         if "--max-turns" in self.flags:
-            argv += ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
+            argv += (
+                ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
+            )
         argv += ["--json-schema", json.dumps(schema)] if "--json-schema" in self.flags else []
         return argv + ["--no-session-persistence"] * ("--no-session-persistence" in self.flags)
 
@@ -91,15 +96,20 @@ class ClaudeCli(PromptedTeacher):
         if reset := _RESET.search(message):
             return RateLimited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))
         if _LOGIN.search(message):
-            return EnvironmentFault(f"claude is not logged in: {line}", "run `claude` once and log in")
+            return EnvironmentFault(
+                f"claude is not logged in: {line}", "run `claude` once and log in"
+            )
         if _LIMIT.search(message):
             return RateLimited(f"claude: {line}")
         if code in (126, 127):
-            return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
+            return EnvironmentFault(
+                f"claude cannot be run (exit code {code}): {line}", "run `claude --version`"
+            )
         if code == 0 and result is None:
             return BatchFailed(f"claude's answer is not JSON: {line}")
         return BatchFailed(
-            f"claude ended with exit code {code}: {line}", cost_usd(result.total_cost_usd) if result else None
+            f"claude ended with exit code {code}: {line}",
+            cost_usd(result.total_cost_usd) if result else None,
         )
 
 
@@ -156,7 +166,10 @@ def envelope(out: str) -> Envelope | None:
     try:
         value = json.loads(out)
         if isinstance(value, list):
-            value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)
+            value = next(
+                (e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"),
+                None,
+            )
     except (ValueError, RecursionError):
         return None
     return salvage_value(Envelope, value)

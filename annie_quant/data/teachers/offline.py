@@ -51,7 +51,9 @@ class Offline:
         self.check(persona)
         return TeacherBatch(list(self.conversations(persona, category, count, seed)))
 
-    def conversations(self, persona: Persona, category: Category, n: int, seed: str) -> Iterator[ChatRow]:
+    def conversations(
+        self, persona: Persona, category: Category, n: int, seed: str
+    ) -> Iterator[ChatRow]:
         """Yield at most n different conversations of a category, the same for the same seed; fewer where there are no more."""
         rng = random.Random(seed)
         drawn: set[str] = set()
@@ -74,15 +76,22 @@ class Offline:
                 row["tools"] = [dict(t) for t in persona.tools]
             yield row
 
-    def draw(self, persona: Persona, category: Category, rng: random.Random) -> tuple[list[ChatMessage], bool]:
+    def draw(
+        self, persona: Persona, category: Category, rng: random.Random
+    ) -> tuple[list[ChatMessage], bool]:
         """Return the messages of one conversation after its system prompt, and whether a tool is called."""
         messages: list[ChatMessage] = []
-        if category.tool is not None and not (category.name in TEMPLATES and category.tool in ANNIE_TOOLS):
+        if category.tool is not None and not (
+            category.name in TEMPLATES and category.tool in ANNIE_TOOLS
+        ):
             for _ in range(category.turns):
                 messages += draw_exchange(persona, category.tool, rng, self.split).messages()
             return messages, True
         if category.name == "abstention" and (refusal := abstention(persona, rng, self.split)):
-            return [{"role": "user", "content": refusal[0]}, {"role": "assistant", "content": refusal[1]}], False
+            return [
+                {"role": "user", "content": refusal[0]},
+                {"role": "assistant", "content": refusal[1]},
+            ], False
         if category.name == "multi_turn":
             turns = exchanges.conversation(rng, self.split)
         else:

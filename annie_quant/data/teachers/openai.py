@@ -25,18 +25,29 @@ class OpenAi(PromptedTeacher):
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         model = options.model or self.first_model()
         if not model:
-            raise UsageError("--teacher openai needs the model's name: /v1/models names none", "--teacher-model NAME")
+            raise UsageError(
+                "--teacher openai needs the model's name: /v1/models names none",
+                "--teacher-model NAME",
+            )
         self.model, self.batch_size = model, options.batch_size
-        self.answered = False  # whether a server has answered; a later failure to connect is repeated
+        self.answered = (
+            False  # whether a server has answered; a later failure to connect is repeated
+        )
 
     def first_model(self) -> str | None:
         """Return the first model of /v1/models. Raises ServerError where nothing answers at the URL."""
         from annie_quant.stream.client import fetch, first_model
 
         root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        reply = fetch(f"{root}/v1/models", self.headers, timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s))
+        reply = fetch(
+            f"{root}/v1/models",
+            self.headers,
+            timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s),
+        )
         if reply.status == 0:
-            raise ServerError(f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url")
+            raise ServerError(
+                f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url"
+            )
         return first_model(reply.body)
 
     def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
@@ -60,13 +71,20 @@ class OpenAi(PromptedTeacher):
             wait_s = float(after) if after.isdecimal() and len(after) < 7 else None
             raise RateLimited(f"{status} from the endpoint", wait_s)
         if status in (401, 403):
-            raise EnvironmentFault(f"the endpoint answers {status}: the key is missing or wrong", "set OPENAI_API_KEY")
+            raise EnvironmentFault(
+                f"the endpoint answers {status}: the key is missing or wrong", "set OPENAI_API_KEY"
+            )
         if status in (400, 404, 422):
-            raise ServerError(f"the endpoint answers {status}: {record['error']}", "check --url and --teacher-model")
+            raise ServerError(
+                f"the endpoint answers {status}: {record['error']}",
+                "check --url and --teacher-model",
+            )
         usage = record["usage"] or {}
         tokens, cost = integer(usage.get("total_tokens")) or 0, cost_usd(usage.get("cost"))
         if record["error"] and status == 0 and not self.answered:
-            raise ServerError(f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url")
+            raise ServerError(
+                f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url"
+            )
         self.answered = True
         if record["error"]:
             raise BatchFailed(f"the endpoint: {record['error']}", cost, tokens)
@@ -77,6 +95,8 @@ class OpenAi(PromptedTeacher):
 def open_teacher(options: Options, split: str = "calibration") -> OpenAi:
     url = options.url or os.environ.get("OPENAI_BASE_URL")
     if not url:
-        raise UsageError("--teacher openai needs an endpoint", "--url http://HOST:PORT, or set OPENAI_BASE_URL")
+        raise UsageError(
+            "--teacher openai needs an endpoint", "--url http://HOST:PORT, or set OPENAI_BASE_URL"
+        )
     refuse_secrets_in(url, "--teacher openai")
     return OpenAi(url, os.environ.get("OPENAI_API_KEY", ""), options)

@@ -18,12 +18,32 @@ if TYPE_CHECKING:
 # ---- what an answer states: a word or a number as a whole ("15" is not in "150"), not in a question, not denied
 
 _UNITS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
-    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+)
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _SENTENCE_END = re.compile(r"(?<=[.!?…])(?:[\"'”’)*_]*)\s+|\n+")
-_DENIED = re.compile(r"\b(?:not|isn't|isnt|never|wasn't|neither|aren't|can't be)\s+(?:in\s+|called\s+|the\s+)?$")
+_DENIED = re.compile(
+    r"\b(?:not|isn't|isnt|never|wasn't|neither|aren't|can't be)\s+(?:in\s+|called\s+|the\s+)?$"
+)
 
 
 def fold(text: str) -> str:
@@ -64,7 +84,9 @@ def states(statement: str, text: str) -> bool:
     for sentence in _SENTENCE_END.split(fold(text)):
         if sentence.rstrip(" \"'”’)*_").endswith("?"):
             continue
-        if any(not _DENIED.search(sentence[: match.start()]) for match in pattern.finditer(sentence)):
+        if any(
+            not _DENIED.search(sentence[: match.start()]) for match in pattern.finditer(sentence)
+        ):
             return True
     return False
 
@@ -83,7 +105,11 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
     statements = case.expect.get("contains")
     if not statements:
         return None
-    return f"the answer does not state {lacking!r}" if (lacking := missing(statements, answer.text)) else ""
+    return (
+        f"the answer does not state {lacking!r}"
+        if (lacking := missing(statements, answer.text))
+        else ""
+    )
 
 
 # ---- tool calls and their schemas
@@ -127,7 +153,10 @@ def tool_arguments(answer: Answer, case: Case, workload: Workload) -> str | None
         value = arguments.get(key)
         if value is None:
             return f"the argument {key!r} is missing"
-        if not any(_matches(value, choice) for choice in (choices if isinstance(choices, list) else [choices])):
+        if not any(
+            _matches(value, choice)
+            for choice in (choices if isinstance(choices, list) else [choices])
+        ):
             return f"the argument {key!r} is {value!r}, expected {choices!r}"
     return ""
 
@@ -200,7 +229,10 @@ def _schema_fault(call: ToolCall, tools: Tools) -> str:
         return f"the arguments of {name!r} are not JSON: {error}"
     if not isinstance(arguments, dict):
         return f"the arguments of {name!r} are a {type(arguments).__name__}, expected an object"
-    schemas = {t.get("function", t).get("name"): t.get("function", t).get("parameters") or {} for t in tools or ()}
+    schemas = {
+        t.get("function", t).get("name"): t.get("function", t).get("parameters") or {}
+        for t in tools or ()
+    }
     if name not in schemas:
         return f"{name!r} is not among the tools on offer"
     schema = schemas[name]
@@ -281,7 +313,9 @@ def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
     """All that is expected of an answer to what a tool returned."""
     if not case.after_result:
         return None
-    faults = [check(answer, case, workload) for check in (contains, tool_call, tool_values, abstention)]
+    faults = [
+        check(answer, case, workload) for check in (contains, tool_call, tool_values, abstention)
+    ]
     applicable = [fault for fault in faults if fault is not None]
     return next(filter(None, applicable), "") if applicable else None
 
@@ -289,7 +323,11 @@ def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
 def selection_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
     called = sorted(str(call.get("name")) for call in answer.tool_calls)
     names = sorted(name for call in expected for name in call)
-    return "" if called == names else f"it called {', '.join(called) or 'nothing'}, expected {', '.join(names)}"
+    return (
+        ""
+        if called == names
+        else f"it called {', '.join(called) or 'nothing'}, expected {', '.join(names)}"
+    )
 
 
 def values_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
@@ -301,7 +339,10 @@ def values_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
         faults = [(_call_fault(call, name, allowed), call) for call in left]
         match = next((call for fault, call in faults if not fault), None)
         if match is None:
-            return next((fault for fault, call in faults if call.get("name") == name), f"{name} was not called")
+            return next(
+                (fault for fault, call in faults if call.get("name") == name),
+                f"{name} was not called",
+            )
         left.remove(match)
     return ""
 
@@ -322,7 +363,9 @@ def _mapping_fault(arguments: object, allowed: Allowed) -> str:
     if unknown := [key for key in arguments if key not in allowed]:
         return f"unknown argument {unknown[0]!r}"
     for key, values in allowed.items():
-        choices = values if isinstance(values, (list, tuple)) else [values]  # objects in objects have single values
+        choices = (
+            values if isinstance(values, (list, tuple)) else [values]
+        )  # objects in objects have single values
         if key not in arguments:
             if "" not in choices:
                 return f"the argument {key!r} is missing"
@@ -337,7 +380,9 @@ def _same(value: object, choice: object) -> bool:
     if isinstance(value, str) and isinstance(choice, str):
         return _normalized(value) == _normalized(choice)
     if isinstance(value, (list, tuple)) and isinstance(choice, (list, tuple)):
-        return len(value) == len(choice) and all(_same(x, y) for x, y in zip(value, choice, strict=True))
+        return len(value) == len(choice) and all(
+            _same(x, y) for x, y in zip(value, choice, strict=True)
+        )
     if isinstance(value, dict) and isinstance(choice, dict):
         return not _mapping_fault(value, choice)
     return bool(value == choice)

@@ -94,7 +94,11 @@ def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 def same_text(answer: Answer, case: Case, workload: Workload) -> str | None:
     """Where bf16 answers in words, there are words too, some of them bf16's, and they do not repeat and are language."""
-    if case.reference is None or not case.reference.text.strip() or repetition(case.reference, case, workload):
+    if (
+        case.reference is None
+        or not case.reference.text.strip()
+        or repetition(case.reference, case, workload)
+    ):
         return None
     if not answer.text.strip():
         return "it has no text, bf16's has"
@@ -111,7 +115,11 @@ def same_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
     kind, expected = markdown_in(answer.text), markdown_in(case.reference.text)
     if bool(kind) == bool(expected):
         return ""
-    return f"it has markdown ({kind}), bf16's has none" if kind else f"it has no markdown, bf16's has ({expected})"
+    return (
+        f"it has markdown ({kind}), bf16's has none"
+        if kind
+        else f"it has no markdown, bf16's has ({expected})"
+    )
 
 
 def same_thinking(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -144,7 +152,10 @@ def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:
     if reference is None or not reference.completion_tokens or not answer.completion_tokens:
         return None
     n, expected = answer.completion_tokens, reference.completion_tokens
-    low, high = expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS, expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS
+    low, high = (
+        expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS,
+        expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS,
+    )
     return "" if low <= n <= high else f"{n} tokens, bf16's has {expected}"
 
 
@@ -155,7 +166,11 @@ def logged_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     expected = sorted(str(name) for name in logged.get("calls") or ())
     called = _names(answer)
-    return "" if called == expected else f"it called {_listed(called)}, the log has {_listed(expected)}"
+    return (
+        ""
+        if called == expected
+        else f"it called {_listed(called)}, the log has {_listed(expected)}"
+    )
 
 
 def normalized_call(call: ToolCall) -> tuple[str, str]:
@@ -164,7 +179,9 @@ def normalized_call(call: ToolCall) -> tuple[str, str]:
         arguments = arguments_of(call)
     except ValueError:
         arguments = str(call.get("arguments"))
-    return str(call.get("name")), json.dumps(_normalized(arguments), sort_keys=True, ensure_ascii=False)
+    return str(call.get("name")), json.dumps(
+        _normalized(arguments), sort_keys=True, ensure_ascii=False
+    )
 
 
 def _normalized(value: object) -> object:
@@ -195,7 +212,9 @@ def language_of(text: str) -> str | None:
         return None
     if script != "LATIN":
         return script.capitalize()
-    counts = Counter({name: sum(word in common for word in words) for name, common in LANGUAGES.items()})
+    counts = Counter(
+        {name: sum(word in common for word in words) for name, common in LANGUAGES.items()}
+    )
     (first, most), (_, second) = counts.most_common(2)
     return first if most >= 2 and most >= 2 * second else None
 

@@ -24,12 +24,24 @@ _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
 _RUN = re.compile(r"([^\s.\-=_~…])\1{9,}")
 _SCRIPTS = (
-    "LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "THAI", "HANGUL", "CJK", "HIRAGANA", "KATAKANA",
-)  # fmt: skip
+    "LATIN",
+    "CYRILLIC",
+    "GREEK",
+    "ARABIC",
+    "HEBREW",
+    "DEVANAGARI",
+    "THAI",
+    "HANGUL",
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
+)
 _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
 
 
-@lru_cache(maxsize=2048)  # several models give most answers alike, and each is counted several times
+@lru_cache(
+    maxsize=2048
+)  # several models give most answers alike, and each is counted several times
 def repeats(text: str) -> str:
     """Return what is repeated, as a phrase; "" where nothing is."""
     if run := _RUN.search(text):
@@ -40,7 +52,9 @@ def repeats(text: str) -> str:
         least = 6 if period == 1 else 4 if period <= 4 else 3
         if (at := _cycle(words, period, least)) is not None:
             return f"{' '.join(words[at : at + period])!r} over and over"
-    sentences = Counter(s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4)
+    sentences = Counter(
+        s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4
+    )
     sentence, times = sentences.most_common(1)[0] if sentences else ("", 0)
     if times >= 3:
         return f"{sentence!r} {times} times"
@@ -80,14 +94,18 @@ def _scripts(text: str) -> set[str]:
     names = [unicodedata.name(char, "") for char in set(text) if char.isalpha()]
     scripts = {s for s in _SCRIPTS for name in names if name.startswith(s)}
     # Japanese uses three scripts.
-    return scripts - {"HIRAGANA", "KATAKANA"} | ({"CJK"} if scripts & {"HIRAGANA", "KATAKANA"} else set())
+    return scripts - {"HIRAGANA", "KATAKANA"} | (
+        {"CJK"} if scripts & {"HIRAGANA", "KATAKANA"} else set()
+    )
 
 
 def _nonsense(text: str) -> str:
     """English words have vowels and rarely change case inside; where a third of the words differ, the text is noise."""
     words = re.findall(r"[A-Za-z]{4,}", text)
     odd = [w for w in words if _ODD_WORD.search(w)]
-    return f"not words: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""
+    return (
+        f"not words: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""
+    )
 
 
 # ---- the answer as a whole
@@ -99,7 +117,9 @@ def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
         return f"the request failed: {answer.error}"
     if not answer.silent:
         return ""
-    return "the content is empty" + ("; only thinking was received" if answer.reasoning.strip() else "")
+    return "the content is empty" + (
+        "; only thinking was received" if answer.reasoning.strip() else ""
+    )
 
 
 def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -201,7 +221,9 @@ def _is_list(tokens: list[Token], index: int) -> bool:
 
 def _inline_kind(children: list[Token]) -> str:
     for index, child in enumerate(children):
-        if child.type in _INLINE and not (child.type in ("em_open", "strong_open") and _not_emphasis(children, index)):
+        if child.type in _INLINE and not (
+            child.type in ("em_open", "strong_open") and _not_emphasis(children, index)
+        ):
             return _INLINE[child.type]
     return ""
 
@@ -210,10 +232,15 @@ def _not_emphasis(children: list[Token], index: int) -> bool:
     """Product signs between numbers or single letters ('3*5*2', 'a*b*c'), and Python's dunder names."""
     start = children[index]
     before = children[index - 1].content if index and children[index - 1].type == "text" else ""
-    inside = next((child.content for child in children[index + 1 : index + 2] if child.type == "text"), "")
+    inside = next(
+        (child.content for child in children[index + 1 : index + 2] if child.type == "text"), ""
+    )
     if start.markup == "__":
         return bool(_DUNDER.match(inside))
-    return bool(re.search(r"(?:\d|\)|\b[a-zA-Z])\s*$", before) and re.match(r"^\s*(?:\d|\(|[a-zA-Z]\b)", inside))
+    return bool(
+        re.search(r"(?:\d|\)|\b[a-zA-Z])\s*$", before)
+        and re.match(r"^\s*(?:\d|\(|[a-zA-Z]\b)", inside)
+    )
 
 
 def no_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -251,7 +278,9 @@ def leaked(text: str) -> str:
     if tag := _TAG.search(text):
         return f"a {tag.group(0).strip()!r} tag in the content"
     preamble = _PREAMBLE.match(text)
-    return f"the content starts with thinking: {preamble.group(0).strip()[:40]!r}" if preamble else ""
+    return (
+        f"the content starts with thinking: {preamble.group(0).strip()[:40]!r}" if preamble else ""
+    )
 
 
 def thinking_leak(answer: Answer, case: Case, workload: Workload) -> str | None:

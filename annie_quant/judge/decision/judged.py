@@ -22,7 +22,9 @@ from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS
 from annie_quant.judge.pairing import LEAST_ANSWERS, answers_per_behaviour
 
-VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in rule.OUTCOMES.items()}
+VERDICTS: dict[Outcome, GateVerdict] = {
+    outcome: by_gate for by_gate, outcome in rule.OUTCOMES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class JudgedGate:
 
     @property
     def outcome(self) -> Outcome:
-        return rule.OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
+        return (
+            rule.OUTCOMES[self.result.verdict]
+            if isinstance(self.result, PooledGates)
+            else self.result.verdict
+        )
 
     @property
     def verdict(self) -> GateVerdict | Outcome:
@@ -98,26 +104,42 @@ def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
                 yield JudgedGate(where, METRICS[limit.metric].title, limit)
 
 
-Table = tuple[str, Mapping[str, GateResult], Mapping[str, PairedGate] | None, ServedSide | OfflineSide]
+Table = tuple[
+    str, Mapping[str, GateResult], Mapping[str, PairedGate] | None, ServedSide | OfflineSide
+]
 
 
 def gate_tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
     """Yield (where, gates, the same paired with the reference, side) of a backend or model; None where there is no reference."""
-    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
+    backends = (
+        [name]
+        if name in aggregates.served
+        else [b for b, s in aggregates.served.items() if s.model == name]
+    )
     for backend in backends:
-        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
+        served, where = (
+            aggregates.served[backend],
+            "served" if len(backends) == 1 else f"served by {backend}",
+        )
         yield where, served.gates, served.paired if served.judged_by else None, served
     models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
     model = next((m for m in models if m in aggregates.offline), "")
-    for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
+    for member, side in (
+        aggregates.offline.get(model, {}) | aggregates.members.get(model, {})
+    ).items():
         numerics, plus, suffix = member.partition("+")
         # The reference itself has no pairs, and neither have evaluations of version 0.1.0, whose results have no `meets`.
-        alone = not side.paired and (numerics == "bf16" or any(r.meets is None for r in side.gates.values()))
+        alone = not side.paired and (
+            numerics == "bf16" or any(r.meets is None for r in side.gates.values())
+        )
         yield f"{numerics.upper()}{plus}{suffix}", side.gates, None if alone else side.paired, side
 
 
 def _judged(
-    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate] | None, side: ServedSide | OfflineSide
+    where: str,
+    gates: Mapping[str, GateResult],
+    pairs: Mapping[str, PairedGate] | None,
+    side: ServedSide | OfflineSide,
 ) -> Iterator[JudgedGate]:
     """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
 
@@ -133,14 +155,23 @@ def _judged(
     kept = [gate for gate, result in rows.items() if result.verdict == "pass"]
     answers, shown = answers_per_behaviour([deciding]), False
     for gate, result in rows.items():
-        if result.verdict != "undecided" or not kept or rule.stands_in_the_way(gate, deciding[gate], answers):
+        if (
+            result.verdict != "undecided"
+            or not kept
+            or rule.stands_in_the_way(gate, deciding[gate], answers)
+        ):
             shown |= result.verdict != "pass"
             yield JudgedGate(where, result.title or gate, result, deciding[gate])
     lost = any(result.verdict == "fail" for result in rows.values())
     if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
         yield JudgedGate(where, rule.title(rule.POOLED), side.pooled)
     elif not shown and not rule.tests_a_behaviour(kept, pairs):
-        yield JudgedGate(where, rule.NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
+        yield JudgedGate(
+            where,
+            rule.NOTHING_TESTED,
+            decide(0, 0, Threshold("all", LEAST_ANSWERS)),
+            PairedGate(0, 0, 0),
+        )
 
 
 def _unanswered(gate: str, pair: PairedGate) -> GateResult:
@@ -172,7 +203,11 @@ def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> S
 def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
     """Return the reasons that forbid "keeps" for a backend or model."""
     served = aggregates.served.get(name)
-    return aggregates.blocking.get(name) or aggregates.blocking.get((served.model if served else None) or "") or []
+    return (
+        aggregates.blocking.get(name)
+        or aggregates.blocking.get((served.model if served else None) or "")
+        or []
+    )
 
 
 def by_title(gates: Sequence[JudgedGate]) -> list[str]:
@@ -181,6 +216,8 @@ def by_title(gates: Sequence[JudgedGate]) -> list[str]:
     for gate in gates:
         places.setdefault(gate.title, []).append(gate)
     return [
-        str(first) if not more else f"{str(first).removesuffix(')')}; also {', '.join(g.where for g in more)})"
+        str(first)
+        if not more
+        else f"{str(first).removesuffix(')')}; also {', '.join(g.where for g in more)})"
         for first, *more in places.values()
     ]

@@ -82,7 +82,11 @@ class AnswerPairs:
 
     def named(self, verdict: GateVerdict) -> list[str]:
         """Return the titles of the gates of the candidate that have this verdict against the incumbent."""
-        return [rule.title(gate) for gate, pair in rule.deciding(self.worse).items() if pair.verdict == verdict]
+        return [
+            rule.title(gate)
+            for gate, pair in rule.deciding(self.worse).items()
+            if pair.verdict == verdict
+        ]
 
 
 def pair_answers(
@@ -95,7 +99,10 @@ def pair_answers(
     greedy = {r.workload for r in records} - set(sampled)
     sides = ([r for r in records if r.backend == name] for name in (candidate, incumbent))
     ours, theirs = (deciding_by_prompt(rows, greedy) for rows in sides)
-    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours, bf16=False), pair_by_prompt(ours, theirs, bf16=False)
+    (worse, pooled), (better, _) = (
+        pair_by_prompt(theirs, ours, bf16=False),
+        pair_by_prompt(ours, theirs, bf16=False),
+    )
     return AnswerPairs(
         rule.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
         rule.judge_gates({"served": better})[0]["served"],
@@ -104,7 +111,10 @@ def pair_answers(
 
 def served_as(aggregates: Aggregates, name: str | None) -> str | None:
     """Return the backend with this name, or the first that serves the model with this name."""
-    return next((backend for backend, side in aggregates.served.items() if name in (backend, side.model)), None)
+    return next(
+        (backend for backend, side in aggregates.served.items() if name in (backend, side.model)),
+        None,
+    )
 
 
 def outcome(aggregates: Aggregates, verdict: Verdict) -> Standing:
@@ -116,8 +126,17 @@ def outcome(aggregates: Aggregates, verdict: Verdict) -> Standing:
     if not verdict.passed:
         return "loses"
     name = verdict.candidate
-    tables = [side.gates for backend, side in aggregates.served.items() if name in (None, backend, side.model)]
-    tables += [s.gates for model, sides in aggregates.offline.items() if name in (None, model) for s in sides.values()]
+    tables = [
+        side.gates
+        for backend, side in aggregates.served.items()
+        if name in (None, backend, side.model)
+    ]
+    tables += [
+        s.gates
+        for model, sides in aggregates.offline.items()
+        if name in (None, model)
+        for s in sides.values()
+    ]
     results = [result for gates in tables for result in gates.values() if not result.advisory]
     return "undecided" if any(result.verdict == "undecided" for result in results) else "keeps"
 
@@ -152,15 +171,23 @@ def checklist(
     if incumbent is not None:
         items += [_latency(aggregates, candidate, incumbent), _quality(answers)]
     launch = ChecklistItem(
-        "the start script can launch it", "undecided", "annie-quant serve MODEL_DIR --dry-run prints the command"
+        "the start script can launch it",
+        "undecided",
+        "annie-quant serve MODEL_DIR --dry-run prints the command",
     )
     return [*items, launch]
 
 
 def _api(records: Sequence[RequestRecord]) -> ChecklistItem:
     succeeded = sum(not r.answer.error for r in records)
-    verdict: Outcome = "undecided" if not records else "pass" if succeeded == len(records) else "fail"
-    return ChecklistItem("speaks the OpenAI API", verdict, f"{succeeded} of {len(records)} chat completions succeeded")
+    verdict: Outcome = (
+        "undecided" if not records else "pass" if succeeded == len(records) else "fail"
+    )
+    return ChecklistItem(
+        "speaks the OpenAI API",
+        verdict,
+        f"{succeeded} of {len(records)} chat completions succeeded",
+    )
 
 
 def _gate(side: ServedSide, gate: str, item: str) -> ChecklistItem:
@@ -168,7 +195,11 @@ def _gate(side: ServedSide, gate: str, item: str) -> ChecklistItem:
     if result is None:
         return ChecklistItem(item, "undecided", "not measured in this run")
     pair = side.paired.get(gate)
-    text = f"; {pair.lost} lost and {pair.won} won against {side.judged_by}" if pair and side.judged_by else ""
+    text = (
+        f"; {pair.lost} lost and {pair.won} won against {side.judged_by}"
+        if pair and side.judged_by
+        else ""
+    )
     return ChecklistItem(item, result.verdict, f"{result.passes} of {result.n}, served{text}")
 
 
@@ -217,11 +248,15 @@ def _quality(answers: AnswerPairs | None) -> ChecklistItem:
     """No worse: the candidate keeps every gate of the incumbent on the same prompts."""
     item = "answers no worse"
     if answers is None or not rule.deciding(answers.worse):
-        return ChecklistItem(item, "undecided", "the answers of the two were not compared prompt by prompt")
+        return ChecklistItem(
+            item, "undecided", "the answers of the two were not compared prompt by prompt"
+        )
     n, bad = len(rule.deciding(answers.worse)), ("loses", "undecided")
     for verdict, outcome in rule.OUTCOMES.items():
         if verdict in bad and (names := answers.named(verdict)):
-            return ChecklistItem(item, outcome, f"{verdict} {', '.join(names)} on the same prompts, of {n} gates")
+            return ChecklistItem(
+                item, outcome, f"{verdict} {', '.join(names)} on the same prompts, of {n} gates"
+            )
     return ChecklistItem(item, "pass", f"{n} gates kept on the same prompts")
 
 
@@ -241,41 +276,66 @@ def recommendation(
     items, answers: checklist, pairs of the two.
     """
     name = label_of(aggregates, candidate)
-    gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
+    gates = [
+        g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)
+    ]
     failed = by_title([g for g in gates if g.outcome == "fail"])
-    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == "undecided"))
+    undecided = list(
+        dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == "undecided")
+    )
     opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
         titles = list(dict.fromkeys(g.title for g in gates if g.outcome == "fail"))
         verb = "loses" if gates[0].compared else "fails"
         sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[: rule.SHOWN])}."
-        return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[: rule.SHOWN])}: do not switch")
+        return Recommendation(
+            "stay", sentence, evidence, f"{verb} {', '.join(titles[: rule.SHOWN])}: do not switch"
+        )
     if incumbent is None:
         sentence = f"{name} fails nothing, but nothing was measured that it could replace."
         return Recommendation("wait", sentence, evidence, opening)
     other = label_of(aggregates, incumbent)
     gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent, answers)
-    reasons = [*(f"gain: {g.text}" for g in gains), *(f"loss: {x.text}" for x in losses), *speed, *evidence]
+    reasons = [
+        *(f"gain: {g.text}" for g in gains),
+        *(f"loss: {x.text}" for x in losses),
+        *speed,
+        *evidence,
+    ]
     if undecided:
         open_gates = ", ".join(undecided[: rule.SHOWN])
-        sentence = f"Wait: {name} fails nothing, but {open_gates} cannot be decided with so few answers."
+        sentence = (
+            f"Wait: {name} fails nothing, but {open_gates} cannot be decided with so few answers."
+        )
         return Recommendation("wait", sentence, reasons, "undecided: too few answers")
     verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
     lost = [item.item for item in items if item.verdict == "fail"]
-    worse = list(dict.fromkeys([*(SHORT.get(item, item) for item in lost), *(loss.short for loss in losses)]))
+    worse = list(
+        dict.fromkeys([*(SHORT.get(item, item) for item in lost), *(loss.short for loss in losses)])
+    )
     if lost:
         sentence = f"Stay with {other}: {name} {verb} its gates, but not on: {', '.join(lost)}."
-        return Recommendation("stay", sentence, reasons, f"{opening}; stay with {other}: {', '.join(worse)}")
+        return Recommendation(
+            "stay", sentence, reasons, f"{opening}; stay with {other}: {', '.join(worse)}"
+        )
     if gains and not losses:
         sentence = f"Switch to {name}: it {verb} every gate and gains without a loss."
         return Recommendation("switch", sentence, reasons, f"{opening}; switch")
     if gains:
         sentence = f"Switch to {name} only if its gains outweigh its losses; it {verb} every gate."
-        return Recommendation("wait", sentence, reasons, f"{opening}; gains, but {', '.join(worse)}")
-    why = "decode speed alone does not justify a switch" if speed else "it brings nothing that was measured here"
+        return Recommendation(
+            "wait", sentence, reasons, f"{opening}; gains, but {', '.join(worse)}"
+        )
+    why = (
+        "decode speed alone does not justify a switch"
+        if speed
+        else "it brings nothing that was measured here"
+    )
     badge = f"{opening}; stay with {other}: {', '.join(worse) or 'no gain'}"
-    return Recommendation("stay", f"Stay with {other}: {name} {verb} every gate, but {why}.", reasons, badge)
+    return Recommendation(
+        "stay", f"Stay with {other}: {name} {verb} every gate, but {why}.", reasons, badge
+    )
 
 
 def gains_and_losses(
@@ -293,7 +353,9 @@ def gains_and_losses(
         change, before = row.median_difference or 0.0, row.median_a or 0.0
         text = f"{metric.title} {three_digits(change, '+')} of {three_digits(before)} {metric.unit}, {row.n_prompts} prompts"
         if metric.user_latency and abs(change) > MARGIN * abs(before):
-            (gains if change < 0 else losses).append(GainOrLoss(text, "faster" if change < 0 else "slower"))
+            (gains if change < 0 else losses).append(
+                GainOrLoss(text, "faster" if change < 0 else "slower")
+            )
         elif metric.name == "decode_tok_s":
             speed.append(f"{text} (no reason by itself)")
     side, other = aggregates.served[candidate], aggregates.served[incumbent]

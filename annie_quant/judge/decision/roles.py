@@ -33,7 +33,9 @@ def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | Non
     reference = stated.reference
     free = [name for name in names if name not in stated.names]
     if reference is None:
-        reference = next((name for name in free if formats.get(name, "").upper() == REFERENCE_FORMAT), None)
+        reference = next(
+            (name for name in free if formats.get(name, "").upper() == REFERENCE_FORMAT), None
+        )
         if reference is not None and not stated.candidate and len(names) == 1:
             reference = None  # a side alone is the candidate, whatever its format
     free = [name for name in free if name != reference]
@@ -58,9 +60,13 @@ def check(names: Sequence[str], stated: Roles) -> None:
         if name is None:
             continue
         if name not in names:
-            raise UsageError(f"--{role} {name}: no side has this name", f"choose one of: {', '.join(names)}")
+            raise UsageError(
+                f"--{role} {name}: no side has this name", f"choose one of: {', '.join(names)}"
+            )
         if name in taken:
-            raise UsageError(f"--{role} {name}: it is the {taken[name]} already", "give each role its own side")
+            raise UsageError(
+                f"--{role} {name}: it is the {taken[name]} already", "give each role its own side"
+            )
         taken[name] = role
 
 
@@ -73,15 +79,23 @@ def model_row(aggregates: Aggregates, name: str) -> ModelRow:
     """Return the model of a side; a backend may have another name than the model that it serves."""
     models = {m.name: m for m in aggregates.models}
     served = aggregates.served.get(name)
-    return models.get(name) or models.get((served.model if served else None) or "") or ModelRow(name=name)
+    return (
+        models.get(name)
+        or models.get((served.model if served else None) or "")
+        or ModelRow(name=name)
+    )
 
 
 def formats_of(aggregates: Aggregates) -> dict[str, str]:
     """Return the format of each side's weights, where it is stored."""
     formats = {name: model_row(aggregates, name).format for name in sides(aggregates)}
     formats |= {name: side.format for name, side in aggregates.served.items() if side.format}
-    unquantized = [name for name, numerics in aggregates.offline.items() if set(numerics) == {"bf16"}]
-    return {name: text for name, text in formats.items() if text} | dict.fromkeys(unquantized, REFERENCE_FORMAT)
+    unquantized = [
+        name for name, numerics in aggregates.offline.items() if set(numerics) == {"bf16"}
+    ]
+    return {name: text for name, text in formats.items() if text} | dict.fromkeys(
+        unquantized, REFERENCE_FORMAT
+    )
 
 
 def roles_of(aggregates: Aggregates, candidate: str | None = None) -> Roles:
@@ -95,9 +109,19 @@ def roles_of(aggregates: Aggregates, candidate: str | None = None) -> Roles:
         roles = replace(roles, incumbent=None, assumed=False)  # nothing else is in operation
     if candidate is None or candidate == roles.candidate:
         return roles
-    others = [n for n in (roles.incumbent, roles.candidate) if n not in (None, candidate) and n in aggregates.served]
+    others = [
+        n
+        for n in (roles.incumbent, roles.candidate)
+        if n not in (None, candidate) and n in aggregates.served
+    ]
     reference = None if roles.reference == candidate else roles.reference
-    return replace(roles, candidate=candidate, reference=reference, incumbent=next(iter(others), None), assumed=False)
+    return replace(
+        roles,
+        candidate=candidate,
+        reference=reference,
+        incumbent=next(iter(others), None),
+        assumed=False,
+    )
 
 
 def other_side(roles: Roles, name: str) -> str | None:

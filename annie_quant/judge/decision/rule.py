@@ -101,7 +101,9 @@ def judge_gates(
     members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
 ) -> tuple[dict[str, dict[str, PairedGate]], dict[str, PooledGates | None]]:
     """Return copies of the counts with interval, p, verdict and n_to_decide."""
-    gates = {name: {gate: copy.copy(row) for gate, row in rows.items()} for name, rows in members.items()}
+    gates = {
+        name: {gate: copy.copy(row) for gate, row in rows.items()} for name, rows in members.items()
+    }
     together = {name: copy.copy((pooled or {}).get(name)) for name in members}
     for name, rows in gates.items():
         _measure(rows, together[name])
@@ -116,7 +118,9 @@ def judge_gates(
     return gates, together
 
 
-def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None]) -> PairedVerdict:
+def verdict_of(
+    members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None]
+) -> PairedVerdict:
     """Return the verdict over gates that were judged."""
     verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
     by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
@@ -131,19 +135,30 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
         for gate in (*result.loses, *result.undecided)
         if gate in members[name] and not _same_as_profile(name, gate, by_gate)
     ]
-    lost_together = {name: row for name, row in pooled.items() if row is not None and POOLED in verdicts[name].loses}
+    lost_together = {
+        name: row
+        for name, row in pooled.items()
+        if row is not None and POOLED in verdicts[name].loses
+    }
     return PairedVerdict(
         verdict=standing,
         sentence=_sentence(standing, verdicts, by_gate, describe_coverage(answers, unmet)),
-        reasons=[*reasons, *(f"{name}: {describe_pooled(row)}" for name, row in lost_together.items())],
-        profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
+        reasons=[
+            *reasons,
+            *(f"{name}: {describe_pooled(row)}" for name, row in lost_together.items()),
+        ],
+        profiles={
+            profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()
+        },
         members=verdicts,
         coverage=answers,
         not_tested=[*unmet, *(behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS)],
     )
 
 
-def _same_as_profile(member: str, gate: str, by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> bool:
+def _same_as_profile(
+    member: str, gate: str, by_gate: Mapping[str, Mapping[str, GateVerdict]]
+) -> bool:
     """Return whether a perturbed arithmetic ("w4a4+perm1") has its profile's verdict of a gate: one reason is enough for both."""
     profile = member.partition("+")[0]
     return profile != member and by_gate.get(profile, {}).get(gate) == by_gate[member][gate]
@@ -162,7 +177,11 @@ def p_of_loss(name: str, gate: PairedGate) -> float:
     """Return McNemar's mid-p, or the p of a loss above the margin where the gate compares with the reference's answer."""
     if compares_with_reference(name):
         return stats.excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
-    return stats.two_sided(gate.lost, gate.won) if is_two_sided(name) else stats.mid_p(gate.lost, gate.won)
+    return (
+        stats.two_sided(gate.lost, gate.won)
+        if is_two_sided(name)
+        else stats.mid_p(gate.lost, gate.won)
+    )
 
 
 def compares_with_reference(name: str) -> bool:
@@ -180,7 +199,11 @@ def loss_limit(name: str) -> float:
 
 def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedCounts]:
     rows = deciding(gates).items()
-    tested = [row for name, row in rows if row.lost + row.won >= LEAST_CHANGES or compares_with_reference(name)]
+    tested = [
+        row
+        for name, row in rows
+        if row.lost + row.won >= LEAST_CHANGES or compares_with_reference(name)
+    ]
     return [*tested, *([pooled] if pooled else [])]
 
 
@@ -193,14 +216,20 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
     """Return the verdict of one member from its gates' verdicts."""
     by_gate = _verdicts(gates, pooled)
     loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
-    loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
+    loses = [
+        name for name in loses if name != POOLED
+    ] or loses  # a lost gate explains the pooled loss
     answers = answers_per_behaviour([gates])
     undecided = [
         name
         for name, verdict in by_gate.items()
-        if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
+        if verdict == "undecided"
+        and name != POOLED
+        and stands_in_the_way(name, gates[name], answers)
     ]
-    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"], gates)
+    keeps = tests_a_behaviour(
+        [name for name, verdict in by_gate.items() if verdict == "keeps"], gates
+    )
     verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
@@ -210,8 +239,14 @@ def tests_a_behaviour(kept: Iterable[str], gates: Gates) -> bool:
 
     gates: all of the member. Where they have labels, the reference must meet one of them often enough.
     """
-    labelled = [is_tested(name, gate) for name, gate in gates.items() if decides(name) and GATES[name].basis == "label"]
-    return any(GATES[name].behaviours for name in kept if name in GATES) and (any(labelled) or not labelled)
+    labelled = [
+        is_tested(name, gate)
+        for name, gate in gates.items()
+        if decides(name) and GATES[name].basis == "label"
+    ]
+    return any(GATES[name].behaviours for name in kept if name in GATES) and (
+        any(labelled) or not labelled
+    )
 
 
 def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
@@ -225,7 +260,9 @@ def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -
     if change < -MARGIN or (is_two_sided(name) and change > MARGIN):
         return True
     behaviours = GATES[name].behaviours  # without any, no other gate tests the same
-    tested_elsewhere = bool(behaviours) and all(answers[behaviour] >= LEAST_ANSWERS for behaviour in behaviours)
+    tested_elsewhere = bool(behaviours) and all(
+        answers[behaviour] >= LEAST_ANSWERS for behaviour in behaviours
+    )
     return not tested_elsewhere and (gate.lost > 0 or answers_of(gate) >= RARE_ANSWERS)
 
 
@@ -255,14 +292,20 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
         gate.n_to_decide = math.ceil(gate.n * LEAST_ANSWERS / max(1, answers))
     elif gate.verdict == "undecided":
         lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = stats.least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+        gate.n_to_decide = stats.least_n(
+            lambda n: _decided(name, lost * n, won * n, n, level), gate.n
+        )
 
 
 def _two_sided(gate: PairedGate, margin: float) -> GateVerdict:
     if -margin < gate.low and gate.high < margin:
         return "keeps"
     changed = gate.high < 0 or gate.low > 0
-    return "loses" if changed and gate.p_holm is not None and gate.p_holm < stats.LEVEL else "undecided"
+    return (
+        "loses"
+        if changed and gate.p_holm is not None and gate.p_holm < stats.LEVEL
+        else "undecided"
+    )
 
 
 def _has_margin(name: str, gate: PairedGate) -> bool:
@@ -291,7 +334,9 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
     low, high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
     sure = gate.p_holm is not None and gate.p_holm < level
     if is_two_sided(name):
-        return (-GATES[name].margin < low and high < GATES[name].margin) or (sure and (high < 0 or low > 0))
+        return (-GATES[name].margin < low and high < GATES[name].margin) or (
+            sure and (high < 0 or low > 0)
+        )
     loses = high < loss_limit(name) and sure
     if _has_margin(name, gate):
         return low > -(GATES[name].margin or MARGIN) or loses
@@ -320,7 +365,9 @@ def _verdicts(gates: Gates, pooled: PooledGates | None) -> dict[str, GateVerdict
 
 
 def _standing(
-    names: Collection[str], verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
+    names: Collection[str],
+    verdicts: Mapping[str, MemberVerdict],
+    by_gate: Mapping[str, Mapping[str, GateVerdict]],
 ) -> Standing:
     if changing_gates({name: by_gate[name] for name in names}):
         return "fragile"
@@ -343,8 +390,14 @@ def changing_gates(by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> list[str
 
     The pooled verdict is not a gate: it never makes a checkpoint fragile.
     """
-    gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts if gate != POOLED)
-    return [gate for gate in gates if {"keeps", "loses"} <= {verdicts.get(gate) for verdicts in by_gate.values()}]
+    gates = dict.fromkeys(
+        gate for verdicts in by_gate.values() for gate in verdicts if gate != POOLED
+    )
+    return [
+        gate
+        for gate in gates
+        if {"keeps", "loses"} <= {verdicts.get(gate) for verdicts in by_gate.values()}
+    ]
 
 
 # ---- as text
@@ -365,7 +418,9 @@ def describe(name: str, gate: PairedGate) -> str:
     text = f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {describe_interval(gate)}"
     if gate.verdict != "undecided":
         return text
-    return f"{text}; " + (f"n = {gate.n_to_decide} would decide" if gate.n_to_decide else "no n decides at this rate")
+    return f"{text}; " + (
+        f"n = {gate.n_to_decide} would decide" if gate.n_to_decide else "no n decides at this rate"
+    )
 
 
 def describe_pooled(pooled: PooledGates) -> str:
@@ -389,19 +444,30 @@ def _sentence(
 
 
 def _claim(
-    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
+    verdict: Standing,
+    verdicts: Mapping[str, MemberVerdict],
+    by_gate: Mapping[str, Mapping[str, GateVerdict]],
 ) -> str:
     if verdict == "keeps":
         return f"Keeps every gate under {', '.join(verdicts)}"
     if verdict == "fragile":
         changing = changing_gates(by_gate)
-        lost = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
-        kept = [name for name, gates in by_gate.items() if any(gates.get(g) == "keeps" for g in changing)]
+        lost = [
+            name
+            for name, gates in by_gate.items()
+            if any(gates.get(g) == "loses" for g in changing)
+        ]
+        kept = [
+            name
+            for name, gates in by_gate.items()
+            if any(gates.get(g) == "keeps" for g in changing)
+        ]
         keeps = [name for name in kept if name not in lost]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
         return f"Fragile: loses {_titles(changing)} under {', '.join(lost)}{end}"
     names = {
-        gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
+        gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict]
+        for gate in _gates(verdicts, verdict)
     }
     under = dict.fromkeys(name for members in names.values() for name in members)
     if verdict == "loses":
@@ -432,7 +498,9 @@ def apply(table: Mapping[str, GateResult], paired: Gates) -> dict[str, GateResul
 
 
 def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> GateResult:
-    result = msgspec.structs.replace(result, meets=result.verdict if result.meets is None else result.meets)
+    result = msgspec.structs.replace(
+        result, meets=result.verdict if result.meets is None else result.meets
+    )
     if gate is None or result.advisory or not decides(name):
         return result
     if not is_tested(name, gate):
@@ -462,7 +530,10 @@ def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
     """Return the verdict with what forbids "keeps"; the reason comes first in the sentence."""
     if not blocking:
         return verdict
-    keeps, sentence = verdict.verdict == "keeps", f"{blocking[0]}. Undecided, although no gate is lost."
+    keeps, sentence = (
+        verdict.verdict == "keeps",
+        f"{blocking[0]}. Undecided, although no gate is lost.",
+    )
     return msgspec.structs.replace(
         verdict,
         verdict="undecided" if keeps else verdict.verdict,
@@ -474,7 +545,9 @@ def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
 
 def judge_sides(sides: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdict]:
     """Judge a checkpoint's arithmetics together: return them with the verdicts of their gates, and the verdict."""
-    gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
+    gates, pooled = judge_gates(
+        {k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()}
+    )
     judged = {
         name: msgspec.structs.replace(
             side, gates=apply(side.gates, gates[name]), paired=gates[name], pooled=pooled[name]
@@ -500,7 +573,9 @@ def looks(n: int) -> list[int]:
 
 def failing(gates: Mapping[str, GateResult]) -> list[str]:
     """Return the deciding gates that fail or are undecided."""
-    return [name for name, result in gates.items() if result.verdict != "pass" and not result.advisory]
+    return [
+        name for name, result in gates.items() if result.verdict != "pass" and not result.advisory
+    ]
 
 
 def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str | None:
@@ -520,7 +595,9 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
     return None
 
 
-def early_reasons(sides: Mapping[str, SearchNumerics | Member], counts: Mapping[str, int], n_looks: int) -> list[str]:
+def early_reasons(
+    sides: Mapping[str, SearchNumerics | Member], counts: Mapping[str, int], n_looks: int
+) -> list[str]:
     """Return reasons to drop a strategy at an early look.
 
     counts: prompts per gate at the last look.
@@ -535,10 +612,16 @@ def early_reasons(sides: Mapping[str, SearchNumerics | Member], counts: Mapping[
 
 def missing_numerics(sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
     """Return a reason for each required numerics that no server can give this checkpoint."""
-    return [f"{kind.upper()} is not available: the checkpoint is weight-only" for kind in required if kind not in sides]
+    return [
+        f"{kind.upper()} is not available: the checkpoint is weight-only"
+        for kind in required
+        if kind not in sides
+    ]
 
 
-def final_reasons(verdict: PairedVerdict, sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
+def final_reasons(
+    verdict: PairedVerdict, sides: Mapping[str, object], required: Sequence[str]
+) -> list[str]:
     """Return reasons why a strategy is not accepted at the last look; empty where it is, which needs the verdict "keeps"."""
     reasons = missing_numerics(sides, required)
     if verdict.verdict != "keeps":

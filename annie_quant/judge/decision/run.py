@@ -75,7 +75,9 @@ class Decision:
     @property
     def confounded(self) -> list[str]:
         """The kinds of the confounds between the sides."""
-        return sorted({c.code.replace("_", " ") for c in self.confounds if c.severity == "confound"})
+        return sorted(
+            {c.code.replace("_", " ") for c in self.confounds if c.severity == "confound"}
+        )
 
     @property
     def compared(self) -> bool:
@@ -101,7 +103,10 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     if roles.candidate is None:
         return None
     if roles.assumed and roles.incumbent:
-        fail = [standing_of(aggregates, name) in rule.FAILING for name in (roles.candidate, roles.incumbent)]
+        fail = [
+            standing_of(aggregates, name) in rule.FAILING
+            for name in (roles.candidate, roles.incumbent)
+        ]
         if fail == [False, True]:
             roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
     assert roles.candidate is not None
@@ -110,7 +115,9 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
         gates[gate.outcome].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
     tables = [pairs for _, _, pairs, _ in gate_tables(aggregates, roles.candidate) if pairs]
-    not_tested = describe_coverage(answers_per_behaviour(tables), unmet_labels(tables)) if tables else ""
+    not_tested = (
+        describe_coverage(answers_per_behaviour(tables), unmet_labels(tables)) if tables else ""
+    )
     return Decision(roles.candidate, roles, gates, confounds, not_tested)
 
 
@@ -130,7 +137,9 @@ def verdict(
         aggregates = documents.convert(Aggregates, aggregates, "aggregates", error=UsageError)
     if reference or incumbent:
         stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-        aggregates = replace(aggregates, roles=assign(sides(aggregates), formats_of(aggregates), stated))
+        aggregates = replace(
+            aggregates, roles=assign(sides(aggregates), formats_of(aggregates), stated)
+        )
     chosen = decision(aggregates, candidate)
     if chosen is None:
         return Verdict(rule=RULE, sentence="Nothing was measured, so nothing can be concluded.")
@@ -170,7 +179,11 @@ def _concerns(confound: Confound, roles: Roles) -> bool:
 
 
 def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
-    label, failing, undecided = label_of(aggregates, chosen.candidate), chosen.gates["fail"], chosen.gates["undecided"]
+    label, failing, undecided = (
+        label_of(aggregates, chosen.candidate),
+        chosen.gates["fail"],
+        chosen.gates["undecided"],
+    )
     end = "."
     if failing:
         fragile = chosen.standing == "fragile"
@@ -186,14 +199,18 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         if {gate.title for gate in undecided} == {rule.NOTHING_TESTED}:
             head += f"{rule.NOTHING_TESTED} (annie-quant init makes prompts that do)"
         else:
-            head += f"{_count(len(by_title(undecided)), 'gate')} cannot be decided with so few answers"
+            head += (
+                f"{_count(len(by_title(undecided)), 'gate')} cannot be decided with so few answers"
+            )
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     head += _not_tested(chosen)
     if chosen.confounded:
         other = chosen.roles.incumbent or chosen.roles.reference
         effect = "the sides cannot be compared" if other else "nothing is decided"
-        return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
+        return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (
+            f" {head}{end}" if failing else ""
+        )
     return f"{head}{end}{'' if failing else _speed(aggregates, chosen)}"
 
 
@@ -201,7 +218,9 @@ def _other_places(chosen: Decision) -> str:
     """Where a fragile side keeps what it loses elsewhere: arithmetics that lose none of these gates, if there are any."""
     lost = {gate.title for gate in chosen.gates["fail"]}
     losing = {gate.where for gate in chosen.gates["fail"]}
-    kept = [gate for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing]
+    kept = [
+        gate for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing
+    ]
     places = dict.fromkeys(gate.where for gate in kept)
     if not places:
         return f"keeps {'part of them' if len(lost) > 1 else 'it'} in other arithmetics"
@@ -214,7 +233,9 @@ def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
     own = [gate for gate in deciding_gates(aggregates, incumbent) if gate.outcome == "fail"]
     lost = {gate.title for gate in chosen.gates["fail"]}
     if lost <= {gate.title for gate in own}:
-        return f"{label_of(aggregates, incumbent)} {'loses' if own[0].compared else 'fails'} the same."
+        return (
+            f"{label_of(aggregates, incumbent)} {'loses' if own[0].compared else 'fails'} the same."
+        )
     return f"It cannot replace {label_of(aggregates, incumbent)}."
 
 
@@ -226,8 +247,12 @@ def badge(chosen: Decision) -> str:
     """Return the decision in a few words."""
     if chosen.standing in rule.FAILING:
         lost = list(dict.fromkeys(gate.title for gate in chosen.gates["fail"]))
-        verb = "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
-        return f"{verb} {', '.join(lost[:2])}" + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")
+        verb = (
+            "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
+        )
+        return f"{verb} {', '.join(lost[:2])}" + (
+            f" and {len(lost) - 2} more" if len(lost) > 2 else ""
+        )
     if chosen.standing == "undecided":
         return f"undecided: {', '.join(chosen.confounded) or 'too few answers'}"
     return "gates kept" if chosen.compared else "gates passed"
@@ -242,13 +267,25 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
         if row and row.median_a is not None and row.median_b is not None:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
-            parts.append(f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}")
-    return f" Against {label_of(aggregates, chosen.incumbent)}: {' and '.join(parts)}." if parts else ""
+            parts.append(
+                f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}"
+            )
+    return (
+        f" Against {label_of(aggregates, chosen.incumbent)}: {' and '.join(parts)}."
+        if parts
+        else ""
+    )
 
 
-def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric: str) -> Comparison | None:
+def compared_with(
+    aggregates: Aggregates, candidate: str, incumbent: str, metric: str
+) -> Comparison | None:
     """Return the comparison over all workloads with a = incumbent and b = candidate; with one workload alone, that one's."""
-    rows = [r for r in aggregates.comparisons if {r.a, r.b} == {candidate, incumbent} and r.metric == metric]
+    rows = [
+        r
+        for r in aggregates.comparisons
+        if {r.a, r.b} == {candidate, incumbent} and r.metric == metric
+    ]
     rows = [r for r in rows if r.workload == "all"] or (rows if len(rows) == 1 else [])
     row = next((r for r in rows if r.median_difference is not None), None)
     return row and with_candidate_second(row, candidate)
@@ -258,18 +295,25 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
 
 
 def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    reasons = [f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}" for gate in chosen.gates["fail"]]
+    reasons = [
+        f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
+        for gate in chosen.gates["fail"]
+    ]
     if not reasons:
         places: dict[int, list[str]] = {}  # number of gates → where so many are kept
         for where, n_gates in Counter(gate.where for gate in chosen.gates["pass"]).items():
             places.setdefault(n_gates, []).append(where)
         verb = "keeps" if chosen.compared else "passes"
-        reasons = [f"{verb} {_count(n, 'gate')} ({', '.join(names)})" for n, names in places.items()]
+        reasons = [
+            f"{verb} {_count(n, 'gate')} ({', '.join(names)})" for n, names in places.items()
+        ]
     for name in sides(aggregates):
         failing = [g for g in deciding_gates(aggregates, name) if g.outcome == "fail"]
         if failing and name != chosen.candidate:
             verb = "loses" if failing[0].compared else "fails"
-            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[: rule.SHOWN])}")
+            reasons.append(
+                f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[: rule.SHOWN])}"
+            )
     if chosen.incumbent:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
@@ -279,12 +323,26 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
 def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:
     differences = []
     for metric in METRICS.values():
-        row = compared_with(aggregates, candidate, incumbent, metric.name) if metric.in_verdict else None
-        if row is None or not row.significant or row.median_difference is None or row.low is None or row.high is None:
+        row = (
+            compared_with(aggregates, candidate, incumbent, metric.name)
+            if metric.in_verdict
+            else None
+        )
+        if (
+            row is None
+            or not row.significant
+            or row.median_difference is None
+            or row.low is None
+            or row.high is None
+        ):
             continue
         if row.low <= 0 <= row.high:
             continue  # ranks differ, and the middle of the differences is 0: nothing that a reader could use
-        words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
+        words = {
+            "lower": ("better", "worse"),
+            "higher": ("worse", "better"),
+            "neither": ("shorter", "longer"),
+        }
         kind = words[metric.better][row.median_difference > 0]
         differences.append(
             f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {three_digits(abs(row.median_difference))} "
@@ -299,7 +357,9 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
     ours, theirs = (aggregates.served.get(name) or ServedSide() for name in (candidate, incumbent))
     if ours.runtime and theirs.runtime and ours.runtime != theirs.runtime:
         runtimes = f"{theirs.runtime} → {ours.runtime}"
-        changes.append(f"operational change: {runtimes} (another server to install, start and monitor)")
+        changes.append(
+            f"operational change: {runtimes} (another server to install, start and monitor)"
+        )
     sizes = [model_row(aggregates, name).size_bytes for name in (candidate, incumbent)]
     if sizes[0] and sizes[1]:
         changes.append(f"size {sizes[0] / 1e6:.3g} MB against {sizes[1] / 1e6:.3g} MB")
@@ -310,7 +370,9 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
 
 
 def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    caveats = [c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))]
+    caveats = [
+        c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))
+    ]
     if chosen.roles.assumed:
         judged = f"{chosen.candidate} was judged; choose with --candidate NAME"
         caveats.insert(0, f"nobody stated which side is new: {judged}")
@@ -319,13 +381,19 @@ def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
         advice = ""
         if isinstance(gate.result, GateResult):
             needed = gate.result.n_to_decide
-            advice = f"about {needed} answers would decide it" if needed else "no number of answers decides this rate"
+            advice = (
+                f"about {needed} answers would decide it"
+                if needed
+                else "no number of answers decides this rate"
+            )
             advice = f"; {advice}"
         caveats.append(f"undecided: {gate}{advice}")
     rows = [r for r in aggregates.comparisons if {r.a, r.b} == {chosen.candidate, chosen.incumbent}]
     few = sorted({r.workload for r in rows} - {r.workload for r in rows if not r.too_few})
     if few:
-        caveats.append(f"fewer than 6 prompts cannot show a difference at 5 %, whatever the repeats: {', '.join(few)}")
+        caveats.append(
+            f"fewer than 6 prompts cannot show a difference at 5 %, whatever the repeats: {', '.join(few)}"
+        )
     return caveats
 
 
@@ -335,7 +403,9 @@ def _missed(aggregates: Aggregates, chosen: Decision) -> list[str]:
         f"misses {result.requirement} by itself: {gate}"
         for gates in (chosen.gates.values() if chosen.compared else ())
         for gate in gates
-        if isinstance(result := gate.result, GateResult) and result.requirement and result.meets == "fail"
+        if isinstance(result := gate.result, GateResult)
+        and result.requirement
+        and result.meets == "fail"
     ]
 
 

@@ -13,8 +13,12 @@ from annie_quant.quantize.strategy import Strategy
 
 def available() -> dict[str, Strategy]:
     """Return name → strategy, in alphabetical order."""
-    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    found = {s.name: s for module in modules for s in vars(module).values() if isinstance(s, Strategy)}
+    modules = [
+        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    ]
+    found = {
+        s.name: s for module in modules for s in vars(module).values() if isinstance(s, Strategy)
+    }
     return dict(sorted(found.items()))
 
 
@@ -24,7 +28,9 @@ def find(name: str) -> Strategy:
     try:
         return found[name.replace("-", "_")]
     except KeyError:
-        raise UsageError(f"there is no strategy called {name!r}", f"choose one of: {', '.join(found)}") from None
+        raise UsageError(
+            f"there is no strategy called {name!r}", f"choose one of: {', '.join(found)}"
+        ) from None
 
 
 def by_rank() -> list[Strategy]:

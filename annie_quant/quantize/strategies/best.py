@@ -36,19 +36,29 @@ from annie_quant.quantize.strategy import (
 
 @dataclass(frozen=True)
 class BestOptions(StrategyOptions):
-    recipe: str = option("measured", "measured: by held-out answers; fixed: by these options", ("measured", "fixed"))
+    recipe: str = option(
+        "measured", "measured: by held-out answers; fixed: by these options", ("measured", "fixed")
+    )
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     norms: int = option(0, "1: the norms are tuned after rounding (norm_tuning.py)", (0, 1))
     activations: str = option(
-        "mixed", "bits of all inputs; mixed: 4 for what `share` allows, else 16", ("mixed", "4", "16")
+        "mixed",
+        "bits of all inputs; mixed: 4 for what `share` allows, else 16",
+        ("mixed", "4", "16"),
     )
-    share: float = option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave")
+    share: float = option(
+        0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave"
+    )
     max_gb: float = option(math.inf, "GB of tensors at most (frontier_plan.py)")
     min_tps: float = option(0.0, "predicted tokens per second of one stream at least")
-    max_loss: float = option(math.inf, "held-out divergence at most: mean KL plus that of the tokens that decide")
-    device: str = option("", "whose speed: gb10, h200, GB/s, or a device file; by default this machine's, else gb10")
+    max_loss: float = option(
+        math.inf, "held-out divergence at most: mean KL plus that of the tokens that decide"
+    )
+    device: str = option(
+        "", "whose speed: gb10, h200, GB/s, or a device file; by default this machine's, else gb10"
+    )
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 
@@ -60,21 +70,31 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     options, limits = job.options, limits_of(job.options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
-    formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
+    formats = dict.fromkeys(
+        choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations)
+    )
     share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
     method = Method(prompt=options.prompt, damping=options.damping, norms=bool(options.norms))
-    return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
+    return plan_model(
+        job, limits, formats, method, progress, share, "" if fixed else options.effort
+    )
 
 
 def limits_of(options: BestOptions) -> Limits:
     """Return the limits of the options. Raises UsageError for values that cannot be limits."""
     for name in ("max_gb", "max_loss"):
         if not getattr(options, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a positive number")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a positive number"
+            )
     if not 0 <= options.min_tps < math.inf:
         raise UsageError(f"--min-tps {options.min_tps:g}: expected a positive number")
-    device = decode_speed.find_device(options.device) if options.device else decode_speed.default_device()
+    device = (
+        decode_speed.find_device(options.device)
+        if options.device
+        else decode_speed.default_device()
+    )
     return Limits(device, options.max_gb, options.min_tps, options.max_loss)
 
 

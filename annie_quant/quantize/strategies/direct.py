@@ -29,7 +29,15 @@ from annie_quant.quantize.formats import NVFP4, W4A16, choose
 from annie_quant.quantize.plan import Export, QuantizationPlan, export
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
 RETRIES = 5  # of a shard whose worker died
 CONNECT_S = 5.0
 
@@ -37,8 +45,12 @@ CONNECT_S = 5.0
 @dataclass(frozen=True)
 class DirectOptions(StrategyOptions):
     shard_size: str = option("5GB", "size of the output's files: 500MB, 5GB")
-    input_scales: str = option("", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder")
-    ray: str = option("", 'address of a Ray cluster that makes the shards ("local" starts one here)')
+    input_scales: str = option(
+        "", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"
+    )
+    ray: str = option(
+        "", 'address of a Ray cluster that makes the shards ("local" starts one here)'
+    )
 
 
 def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
@@ -49,7 +61,10 @@ def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
         return QuantizationPlan(dict.fromkeys(chosen, W4A16), scale=job.scale)
     scales = {short_name(name): value for name, value in read_input_scales(file).items()}
     experts = folder.family.experts
-    missing = next((m for m in chosen if short_name(m) not in scales and not (experts and experts.split(m))), None)
+    missing = next(
+        (m for m in chosen if short_name(m) not in scales and not (experts and experts.split(m))),
+        None,
+    )
     if missing:
         raise CheckpointError(
             f"{missing}: no input scale in {file}",
@@ -65,7 +80,11 @@ def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -
     shard_bytes = parse_size(job.options.shard_size)
     write_shards = partial(write_on_cluster, job, plan) if job.options.ray else None
     write_tensors = partial(
-        writer.write, shard_bytes=shard_bytes, progress=progress, resume=True, write_shards=write_shards
+        writer.write,
+        shard_bytes=shard_bytes,
+        progress=progress,
+        resume=True,
+        write_shards=write_shards,
     )
     export(ModelFolder(job.model), job.output, plan, write_tensors)
 
@@ -74,14 +93,21 @@ def write_shard(job: Job[DirectOptions], plan: QuantizationPlan, name: str) -> N
     """Write one shard of the output by its name: what a worker of a cluster does."""
     if not job.output.is_dir():
         raise EnvironmentFault(
-            f"{job.output}: this worker does not have that folder", "give folders that every machine shares"
+            f"{job.output}: this worker does not have that folder",
+            "give folders that every machine shares",
         )
-    shards = writer.layout(Export(ModelFolder(job.model), plan).tensors(), parse_size(job.options.shard_size))
+    shards = writer.layout(
+        Export(ModelFolder(job.model), plan).tensors(), parse_size(job.options.shard_size)
+    )
     writer.write_shard(job.output, next(s for s in shards if s.name == name))
 
 
 def write_on_cluster(
-    job: Job[DirectOptions], plan: QuantizationPlan, folder: Path, shards: list[ShardPlan], progress: ByteProgress
+    job: Job[DirectOptions],
+    plan: QuantizationPlan,
+    folder: Path,
+    shards: list[ShardPlan],
+    progress: ByteProgress,
 ) -> None:
     """Write every shard as a task on the cluster at job.options.ray; "local" starts one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -91,13 +117,20 @@ def write_on_cluster(
     if started:
         try:
             connect(address)
-            ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=None if address == "local" else address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         except (OSError, ValueError, RuntimeError) as error:
             raise EnvironmentFault(
                 f"no Ray cluster at {address}: {(str(error) or type(error).__name__).splitlines()[0][:120]}",
                 "start one with `ray start --head`, or use --ray local",
             ) from None
-    absolute, sent = replace(job, model=job.model.resolve(), output=job.output.resolve()), ray.put(plan)
+    absolute, sent = (
+        replace(job, model=job.model.resolve(), output=job.output.resolve()),
+        ray.put(plan),
+    )
     task = ray.remote(max_retries=RETRIES)(write_shard)
     waiting = {task.remote(absolute, sent, shard.name): shard.work_bytes for shard in shards}
     try:
@@ -111,11 +144,14 @@ def write_on_cluster(
         raise (
             cause
             if isinstance(cause, AnnieError | OSError)
-            else EnvironmentFault(f"a Ray worker failed: {type(cause).__name__}: {str(cause).splitlines()[0][:120]}")
+            else EnvironmentFault(
+                f"a Ray worker failed: {type(cause).__name__}: {str(cause).splitlines()[0][:120]}"
+            )
         ) from None
     except ray.exceptions.RayError as error:
         raise EnvironmentFault(
-            f"Ray: {str(error).splitlines()[0][:160]}", "run the same command again: finished shards are kept"
+            f"Ray: {str(error).splitlines()[0][:160]}",
+            "run the same command again: finished shards are kept",
         ) from None
     finally:
         for one in waiting:
@@ -148,7 +184,9 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise UsageError(f"shard_size={text!r}: expected a size", "for example --set shard_size=2GB")
+        raise UsageError(
+            f"shard_size={text!r}: expected a size", "for example --set shard_size=2GB"
+        )
     return int(float(match[1]) * unit)
 
 
@@ -162,11 +200,17 @@ def read_input_scales(path: str) -> dict[str, float]:
         try:
             scales = {str(k): float(v) for k, v in read_json(path).items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"input_scales={path}: {error}"[:200], "a JSON object {module: number}") from None
-    invalid = next((k for k, v in scales.items() if not np.isfinite(np.float32(v)) or np.float32(v) <= 0), None)
+            raise UsageError(
+                f"input_scales={path}: {error}"[:200], "a JSON object {module: number}"
+            ) from None
+    invalid = next(
+        (k for k, v in scales.items() if not np.isfinite(np.float32(v)) or np.float32(v) <= 0), None
+    )
     if invalid or not scales:
         fault = f"{invalid} is {scales[invalid]}" if invalid else "holds no input scale"
-        raise UsageError(f"input_scales={path}: {fault}", "expected positive finite multipliers, amax / 2688")
+        raise UsageError(
+            f"input_scales={path}: {fault}", "expected positive finite multipliers, amax / 2688"
+        )
     return scales
 
 

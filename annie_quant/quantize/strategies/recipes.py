@@ -34,7 +34,9 @@ from annie_quant.quantize.strategy import (
 LINEARS = ("mlp", "attention", "deltanet")
 
 
-def max_calibrated(formats_of: Callable[[Job[StrategyOptions]], dict[str, str]]) -> Callable[..., QuantizationPlan]:
+def max_calibrated(
+    formats_of: Callable[[Job[StrategyOptions]], dict[str, str]],
+) -> Callable[..., QuantizationPlan]:
     """Return the plan of a strategy with formats that are known before: the largest inputs set the scales."""
 
     def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
@@ -77,7 +79,9 @@ MLP_ONLY = Strategy(
 def weights_only_or_fp8(job: Job[StrategyOptions]) -> dict[str, str]:
     folder = ModelFolder(job.model)
     kind_of = folder.family.kind_of
-    head = {n for n in all_linears(folder) if kind_of(n) == "head"} - excluded(job.exclude, all_linears(folder))
+    head = {n for n in all_linears(folder) if kind_of(n) == "head"} - excluded(
+        job.exclude, all_linears(folder)
+    )
     formats = {n: W4A16 if kind_of(n) == "mlp" else FP8 for n in choose(folder, job.exclude)}
     return formats | dict.fromkeys(head, W4A16)
 
@@ -132,7 +136,13 @@ GPTQ = Strategy(
     summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
     formats=ALL_NVFP4,
     cost=Cost(
-        rank=50, layerwise=True, passes=1, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+        rank=50,
+        layerwise=True,
+        passes=1,
+        encode=SWEEP_TIME,
+        column_feedback=True,
+        hessians=2,
+        kept_inputs=KEPT_INPUTS,
     ),
     plan=plan_columns,
     options=GptqOptions,
@@ -150,7 +160,8 @@ class AutoMixedOptions(StrategyOptions):
 @dataclass(frozen=True)
 class SensitivityOptions(StrategyOptions):
     bits: float = option(
-        5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
+        5.5,
+        "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count",
     )
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
@@ -163,13 +174,19 @@ def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., Quantizat
     of_decoder: the bits count all linears of the decoder.
     """
 
-    def plan(job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress) -> QuantizationPlan:
+    def plan(
+        job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress
+    ) -> QuantizationPlan:
         from annie_quant.quantize.frontier_plan import plan_model
         from annie_quant.quantize.mixed_formats import SHARE
         from annie_quant.quantize.rounding import Method
 
-        limits = Limits(decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder)
-        return plan_model(job, limits, all_nvfp4(job), Method(), progress, None if in_four_bits else SHARE)
+        limits = Limits(
+            decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder
+        )
+        return plan_model(
+            job, limits, all_nvfp4(job), Method(), progress, None if in_four_bits else SHARE
+        )
 
     return plan
 

@@ -21,15 +21,21 @@ def keep(folder: Path) -> None:
     weights = folder / "model.safetensors"
     stem = hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
     shutil.copyfile(weights, HERE / "weights" / f"{stem}.safetensors")
-    files = {name: json.loads((folder / name).read_text()) for name in FILES if (folder / name).is_file()}
-    (HERE / f"{folder.name}.json").write_text(json.dumps({"weights": stem, **files}, indent=1) + "\n")
+    files = {
+        name: json.loads((folder / name).read_text()) for name in FILES if (folder / name).is_file()
+    }
+    (HERE / f"{folder.name}.json").write_text(
+        json.dumps({"weights": stem, **files}, indent=1) + "\n"
+    )
 
 
 def unpack(name: str, folder: Path) -> Path:
     """A stored sample as the model folder it was."""
     held = json.loads((HERE / f"{name}.json").read_text())
     folder.mkdir()
-    shutil.copyfile(HERE / "weights" / f"{held.pop('weights')}.safetensors", folder / "model.safetensors")
+    shutil.copyfile(
+        HERE / "weights" / f"{held.pop('weights')}.safetensors", folder / "model.safetensors"
+    )
     for file, content in held.items():
         (folder / file).write_text(json.dumps(content))
     return folder

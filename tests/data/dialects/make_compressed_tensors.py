@@ -20,7 +20,9 @@ def calibrate(module, divisor, torch) -> None:
     weight = module.weight.data.float()
     blocks = weight.reshape(weight.shape[0], -1, 16).abs().amax(-1)
     module.weight_global_scale.data = divisor.clone()  # safetensors refuses shared memory
-    module.weight_scale.data = (blocks / 6.0 * divisor).to(torch.float8_e4m3fn).to(module.weight_scale.dtype)
+    module.weight_scale.data = (
+        (blocks / 6.0 * divisor).to(torch.float8_e4m3fn).to(module.weight_scale.dtype)
+    )
     if hasattr(module, "input_global_scale"):
         module.input_global_scale.data = torch.tensor([448.0 * 6.0 / 4.0])
 
@@ -33,14 +35,22 @@ def main(output: Path) -> None:
 
     for preset, name in PRESETS.items():
         model = tiny()
-        asked = {"config_groups": {preset: ["Linear"]}, "ignore": ["lm_head"], "quant_method": "compressed-tensors"}
-        config = QuantizationConfig(**asked, format="nvfp4-pack-quantized", quantization_status="calibration")
+        asked = {
+            "config_groups": {preset: ["Linear"]},
+            "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors",
+        }
+        config = QuantizationConfig(
+            **asked, format="nvfp4-pack-quantized", quantization_status="calibration"
+        )
         apply_quantization_config(model, config)
         modules = [m for m in model.modules() if hasattr(m, "weight_global_scale")]
         divisor = (448.0 * 6.0 / max(m.weight.abs().max().float() for m in modules)).reshape(1)
         for module in modules:
             calibrate(module, divisor, torch)
-        compressor = ModelCompressor.from_pretrained_model(model, quantization_format="nvfp4-pack-quantized")
+        compressor = ModelCompressor.from_pretrained_model(
+            model, quantization_format="nvfp4-pack-quantized"
+        )
         target = output / f"compressed-tensors-{compressed_tensors.__version__}-{name}"
         compressor.compress_model(model)
         model.save_pretrained(target)

@@ -43,7 +43,10 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             raw = shards[0].read_bytes()
             names = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
             names.pop("__metadata__", None)
-            index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, shards[0].name)}
+            index = {
+                "metadata": {"total_size": 1},
+                "weight_map": dict.fromkeys(names, shards[0].name),
+            }
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         sources[folder] = {p.name: p.read_bytes() for p in folder.iterdir()}
 
@@ -61,7 +64,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         for name in hostile.random.choices(FILES, k=hostile.random.choice((1, 1, 2))):
             data = sources[source].get(name, b"{}")
             (target / name).unlink(missing_ok=True)
-            (target / name).write_bytes(header(hostile, data) if name.endswith("tensors") else document(hostile, data))
+            (target / name).write_bytes(
+                header(hostile, data) if name.endswith("tensors") else document(hostile, data)
+            )
         command = hostile.random.choice(COMMANDS)
         sandbox.run(*(word.format(target, out=sandbox.output) for word in command))
         return 1
@@ -76,5 +81,9 @@ def document(hostile: Hostile, data: bytes) -> bytes:
 def header(hostile: Hostile, data: bytes) -> bytes:
     length = struct.unpack("<Q", data[:8])[0]
     raw = document(hostile, data[8 : 8 + length])
-    stated = len(raw) if hostile.random.random() < 0.9 else hostile.random.choice((0, 1, 2**40, 2**63, len(raw) + 1))
+    stated = (
+        len(raw)
+        if hostile.random.random() < 0.9
+        else hostile.random.choice((0, 1, 2**40, 2**63, len(raw) + 1))
+    )
     return struct.pack("<Q", stated) + raw + data[8 + length :]

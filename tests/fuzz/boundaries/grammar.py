@@ -49,7 +49,8 @@ class Hostile:
         if pick < 0.75:
             return self.random.choice(TEXTS)
         characters = [
-            chr(self.random.choice((self.random.randrange(256), self.random.randrange(0xD800)))) for _ in range(8)
+            chr(self.random.choice((self.random.randrange(256), self.random.randrange(0xD800))))
+            for _ in range(8)
         ]
         return "".join(characters)
 
@@ -81,9 +82,15 @@ class Hostile:
         holder, node, path = [document], document, 0
         parent: Any = holder
         key: Any = 0
-        while isinstance(node, (dict, list)) and node and (path == 0 or self.random.random() < 0.85):
+        while (
+            isinstance(node, (dict, list)) and node and (path == 0 or self.random.random() < 0.85)
+        ):
             parent, path = node, path + 1
-            key = self.random.choice(list(node)) if isinstance(node, dict) else self.random.randrange(len(node))
+            key = (
+                self.random.choice(list(node))
+                if isinstance(node, dict)
+                else self.random.randrange(len(node))
+            )
             node = node[key]
         action = self.random.random()
         if action < 0.12 and parent is not holder:
@@ -102,7 +109,10 @@ class Hostile:
         """Return bytes that are sometimes cut, or have other bytes inserted."""
         if self.random.random() < 0.9 or not data:
             return data
-        at, inserted = self.random.randrange(len(data)), (b"", b"\x00", b"\xff", b"[" * 5000, b"\n", b"}", b'"')
+        at, inserted = (
+            self.random.randrange(len(data)),
+            (b"", b"\x00", b"\xff", b"[" * 5000, b"\n", b"}", b'"'),
+        )
         return data[:at] + self.random.choice(inserted) + data[at + self.random.randrange(3) :]
 
 
@@ -111,7 +121,11 @@ def encode(value: Any) -> bytes:
     if isinstance(value, Raw):
         return value.bytes
     if isinstance(value, dict):
-        return b"{" + b",".join(json.dumps(k).encode() + b":" + encode(v) for k, v in value.items()) + b"}"
+        return (
+            b"{"
+            + b",".join(json.dumps(k).encode() + b":" + encode(v) for k, v in value.items())
+            + b"}"
+        )
     if isinstance(value, list):
         return b"[" + b",".join(map(encode, value)) + b"]"
     return json.dumps(value).encode()

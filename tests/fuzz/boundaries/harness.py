@@ -59,7 +59,9 @@ class Sandbox:
     home: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inputs, self.output, self.home = (self.root / name for name in ("inputs", "output", "home"))
+        self.inputs, self.output, self.home = (
+            self.root / name for name in ("inputs", "output", "home")
+        )
         for folder in (self.inputs, self.output, self.home):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -80,7 +82,9 @@ class Sandbox:
             mock.patch.object(sys, "argv", ["annie-quant", *map(str, argv)]),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
-            contextlib.chdir(self.home) if hasattr(contextlib, "chdir") else contextlib.nullcontext(),
+            contextlib.chdir(self.home)
+            if hasattr(contextlib, "chdir")
+            else contextlib.nullcontext(),
             limited_time(" ".join(map(str, argv))),
         ):
             try:
@@ -109,7 +113,9 @@ def check_text(text: str) -> None:
     for character in "\x1b\x9b\x07\x08\u202e\u2066":
         if character in text:
             at = text.index(character)
-            raise Finding(f"{character!r} reaches the terminal: {text[max(0, at - 60) : at + 20]!r}")
+            raise Finding(
+                f"{character!r} reaches the terminal: {text[max(0, at - 60) : at + 20]!r}"
+            )
     if KEY in text:
         raise Finding(f"the key is shown: {text[:200]!r}")
 
@@ -130,7 +136,9 @@ def check_files(folder: Path) -> None:
 
 def listing(folder: Path, deep: bool = True) -> dict[str, tuple[int, int]]:
     paths = folder.rglob("*") if deep else folder.iterdir()
-    return {str(p): (p.lstat().st_size, p.lstat().st_mtime_ns) if p.is_file() else (0, 0) for p in paths}
+    return {
+        str(p): (p.lstat().st_size, p.lstat().st_mtime_ns) if p.is_file() else (0, 0) for p in paths
+    }
 
 
 @contextlib.contextmanager
@@ -167,9 +175,15 @@ def fuzz(name: str, cases: int, seed: int = 0, report: Any = None) -> list[str]:
     """Run `cases` cases of a boundary. Returns one line per distinct finding, with the seed that repeats it."""
     boundary = importlib.import_module(f"fuzz.boundaries.{name}")
     findings: dict[str, str] = {}
-    root = Path(tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None))
+    root = Path(
+        tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None)
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    environment = {"HOME": str(root / "home"), "XDG_CACHE_HOME": str(root / "output/cache"), "ANNIE_FUZZ_KEY": KEY}
+    environment = {
+        "HOME": str(root / "home"),
+        "XDG_CACHE_HOME": str(root / "output/cache"),
+        "ANNIE_FUZZ_KEY": KEY,
+    }
     try:
         with mock.patch.dict(os.environ, environment), boundary.opened(Sandbox(root)) as case:
             done = 0
@@ -199,7 +213,9 @@ def main() -> None:
     for boundary in NAMES if name == "all" else [name]:
         start = time.monotonic()
         findings = fuzz(boundary, cases, seed, lambda line, error: traceback.print_exception(error))
-        print(f"{boundary}: {cases} cases, seed {seed}, {time.monotonic() - start:.1f} s, {len(findings)} findings")
+        print(
+            f"{boundary}: {cases} cases, seed {seed}, {time.monotonic() - start:.1f} s, {len(findings)} findings"
+        )
         print("".join(f"  {line}\n" for line in findings), end="", flush=True)
         failed |= bool(findings)
     sys.exit(failed)

@@ -29,7 +29,8 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         chosen = hostile.random.sample(rows, ROWS)
         changed = hostile.random.randrange(ROWS)
         lines = [
-            encode(hostile.changed(row) if i == changed else row).replace(b"\n", b" ") for i, row in enumerate(chosen)
+            encode(hostile.changed(row) if i == changed else row).replace(b"\n", b" ")
+            for i, row in enumerate(chosen)
         ]
         file.write_bytes(hostile.damaged(b"\n".join(lines) + b"\n"))
         if hostile.random.random() < 0.5:

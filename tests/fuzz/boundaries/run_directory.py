@@ -42,8 +42,14 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         if hostile.random.random() < 0.8:
             sandbox.run("report", run)
         else:
-            sandbox.run("bench", "--backend-a", "a", closed, "--workloads", "greeting", "--output", run)
-        if more := {path.name for path in run.iterdir()} - ALLOWED - {path.name for path in run.glob("*.*")}:
+            sandbox.run(
+                "bench", "--backend-a", "a", closed, "--workloads", "greeting", "--output", run
+            )
+        if (
+            more := {path.name for path in run.iterdir()}
+            - ALLOWED
+            - {path.name for path in run.glob("*.*")}
+        ):
             raise Finding(f"unexpected entries: {sorted(more)[:5]}")
         shutil.rmtree(run)
         return 1

@@ -24,11 +24,24 @@ CHUNK = {
     "timings": {"predicted_n": 5, "prompt_ms": 1.5},
 }  # fmt: skip
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "vllm"}]}
-STATUSES = (b"200 OK", b"400 Bad", b"500 X", b"302 Found\r\nLocation: http://evil/", b"204 No", b"999 Z")
+STATUSES = (
+    b"200 OK",
+    b"400 Bad",
+    b"500 X",
+    b"302 Found\r\nLocation: http://evil/",
+    b"204 No",
+    b"999 Z",
+)
 OTHER_EVENTS = (
     b": ping\n\n", b"event: error\ndata: {}\n\n", b"data\n\n", b"id: 1\n\n", b"\r\r", b"data: " + b"[" * 200_000 + b"\n\n",
 )  # fmt: skip
-NO_HTTP = (b"", b"HTTP/1.1 ", b"\x00" * 50, b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000, b"SSH-2.0\r\n")
+NO_HTTP = (
+    b"",
+    b"HTTP/1.1 ",
+    b"\x00" * 50,
+    b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000,
+    b"SSH-2.0\r\n",
+)
 ECHOES = (
     KEY, KEY[::-1], KEY[: len(KEY) * 2 // 3], KEY.upper(), base64.b64encode(KEY.encode()).decode(),
     base64.b64encode(f"xx{KEY}".encode()).decode(), KEY.encode().hex(),
@@ -55,18 +68,27 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
 
         def case(seed: str, left: int) -> int:
             count = min(PER_RUN, left)
-            cases = [{"id": f"c{i}", "messages": [{"role": "user", "content": f"{i}"}]} for i in range(count)]
+            cases = [
+                {"id": f"c{i}", "messages": [{"role": "user", "content": f"{i}"}]}
+                for i in range(count)
+            ]
             workload = sandbox.inputs / "hostile.json"
             gates = ["non_empty", "no_markdown", "thinking_leak"]
-            workload.write_text(json.dumps({"name": "hostile", "max_tokens": 20, "gates": gates, "cases": cases}))
+            workload.write_text(
+                json.dumps({"name": "hostile", "max_tokens": 20, "gates": gates, "cases": cases})
+            )
             sandbox.clear_output()
             state.update(seed=seed, n=0)
             output = sandbox.output / "run"
             url = server.url.removesuffix("/v1/chat/completions")
             options = ("--workloads", workload, "--warmup", 0, "--runs", 1, "--n", 0, "--key-env", "ANNIE_FUZZ_KEY",
                        "--noise-share", 0)  # fmt: skip
-            _, _, error = sandbox.run("bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1))
-            rows = [json.loads(line) for line in (output / "records.jsonl").read_bytes().splitlines()]
+            _, _, error = sandbox.run(
+                "bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1)
+            )
+            rows = [
+                json.loads(line) for line in (output / "records.jsonl").read_bytes().splitlines()
+            ]
             measured = [row for row in rows if not row["warmup"]]
             if len(measured) != count:
                 raise Finding(f"{len(measured)} rows for {count} requests: {error[-300:]}")
@@ -75,7 +97,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
                 if any(form.lower() in text.lower() for form in ECHOES):
                     raise Finding(f"{row['id']}: the key, in some form, is in the record")
                 if bool(row["error"]) != bool(row["cause"]):
-                    raise Finding(f"{row['id']}: an error without a cause: {row['error']!r}, {row['cause']!r}")
+                    raise Finding(
+                        f"{row['id']}: an error without a cause: {row['error']!r}, {row['cause']!r}"
+                    )
             return count
 
         yield case
@@ -111,13 +135,20 @@ def event(hostile: Hostile) -> bytes:
 
 def spelled(hostile: Hostile) -> list[bytes]:
     """Return the key in one of its forms, cut into deltas of one field."""
-    form, field = hostile.random.choice(ECHOES), hostile.random.choice(("content", "reasoning_content", "tool"))
+    form, field = (
+        hostile.random.choice(ECHOES),
+        hostile.random.choice(("content", "reasoning_content", "tool")),
+    )
     step = hostile.random.choice((1, 1, 2, 5, 100))
     events = []
     for at in range(0, len(form), step):
         piece: Any = form[at : at + step]
         if hostile.random.random() < 0.2:
             piece = Raw(b'"' + b"".join(b"\\u%04x" % ord(c) for c in piece) + b'"')
-        delta = {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} if field == "tool" else {field: piece}
+        delta = (
+            {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
+            if field == "tool"
+            else {field: piece}
+        )
         events.append(b"data: " + encode({"choices": [{"index": 0, "delta": delta}]}) + b"\n\n")
     return events

@@ -42,16 +42,22 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
     state: dict[str, Any] = {}
     cases = [{"id": "c", "messages": [{"role": "user", "content": "Hi"}]}]
     workload = sandbox.inputs / "one.json"
-    workload.write_text(json.dumps({"name": "one", "max_tokens": 20, "gates": ["non_empty"], "cases": cases}))
+    workload.write_text(
+        json.dumps({"name": "one", "max_tokens": 20, "gates": ["non_empty"], "cases": cases})
+    )
 
     def respond(connection: Any, request: bytes) -> None:
         if request.startswith(b"POST"):
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+            head = (
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+            )
             connection.sendall(head % len(STREAM) + STREAM)
             return
         path = request.split(b" ", 2)[1]
         body = state["pages"].get(path, b"{}")
-        connection.sendall(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (state["status"], len(body), body))
+        connection.sendall(
+            b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (state["status"], len(body), body)
+        )
 
     with RawServer(respond) as server:
         url = server.url.removesuffix("/v1/chat/completions")
@@ -59,9 +65,12 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         def case(seed: str, left: int) -> int:
             hostile = Hostile(seed)
             sglang = hostile.random.random() < 0.3
-            first = json.loads(json.dumps(MODELS).replace("llamacpp", "sglang")) if sglang else MODELS
+            first = (
+                json.loads(json.dumps(MODELS).replace("llamacpp", "sglang")) if sglang else MODELS
+            )
             state["pages"] = {
-                path: page(hostile, content) for path, content in (PAGES | {b"/v1/models": first}).items()
+                path: page(hostile, content)
+                for path, content in (PAGES | {b"/v1/models": first}).items()
             }
             state["status"] = hostile.random.choice(
                 (*[b"200 OK"] * 9, b"404 No", b"500 X", b"302 F\r\nLocation: http://evil/")
@@ -69,8 +78,21 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             if int(seed.partition("/")[2]) % PER_BENCH == 0:
                 sandbox.clear_output()
                 output = sandbox.output / "run"
-                options = ("--workloads", workload, "--warmup", 0, "--runs", 1, "--n", 0, "--key-env", "ANNIE_FUZZ_KEY")
-                sandbox.run("bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1))
+                options = (
+                    "--workloads",
+                    workload,
+                    "--warmup",
+                    0,
+                    "--runs",
+                    1,
+                    "--n",
+                    0,
+                    "--key-env",
+                    "ANNIE_FUZZ_KEY",
+                )
+                sandbox.run(
+                    "bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1)
+                )
                 size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
                 if size > 20 * MAX_BYTES + (1 << 20):
                     raise Finding(f"a run directory of {size} bytes")
@@ -78,7 +100,10 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             with limited_time("identity"):
                 backend = Backend("a", url, headers={"Authorization": f"Bearer {KEY}"})
                 stored, info = msgspec.json.encode(identity(backend)), sglang_page(backend)
-                for finding in (*served_model.check_info(info), served_model.check_accepted(info, "")):
+                for finding in (
+                    *served_model.check_info(info),
+                    served_model.check_accepted(info, ""),
+                ):
                     check_text(finding.message.replace(KEY, ""))
             if len(stored) > MAX_BYTES or KEY.encode() in stored:
                 raise Finding(f"an identity of {len(stored)} bytes, or one with the key")

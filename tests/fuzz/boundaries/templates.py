@@ -19,7 +19,13 @@ from paths import TINY_ANNIE
 
 PER_LOAD, PER_PROGRAM = 20, 20
 SECONDS = 0.2  # limit of one rendering here, so that endless ones do not fill the run
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "config.json",
+)
 EXPRESSIONS = (
     "messages", "messages[0].content", "messages | tojson", "tools", "tools | tojson(indent=4)", "loop.index", "m", "m.role",
     "range(9)", "range(99999)", "'x' * 10", "'x' * 3000000000", "9 ** 99", "namespace(n=0)", "''.__class__", "self", "caller",
@@ -54,7 +60,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             for done in range(1, min(left, PER_PROGRAM) + 1):
                 with limited_time("a template"), one_line_errors():
                     text = template.render(
-                        conversation(hostile), tools if hostile.random.random() < 0.3 else None, False
+                        conversation(hostile),
+                        tools if hostile.random.random() < 0.3 else None,
+                        False,
                     )
                     if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
                         raise Finding(f"rendered {type(text).__name__}")
@@ -70,7 +78,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
 
 
 def conversation(hostile: Hostile) -> list[dict[str, Any]]:
-    changed = hostile.changed([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
+    changed = hostile.changed(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    )
     messages = json.loads(json.dumps(changed, default=lambda raw: None))
     return [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
 
@@ -97,14 +107,27 @@ def program(hostile: Hostile, depth: int = 3) -> str:
         if kind < 0.5 or depth == 0:
             parts.append("{{ " + expression + " }}")
         elif kind < 0.7:
-            parts.append("{% for m in " + expression + " %}" + program(hostile, depth - 1) + "{% endfor %}")
+            parts.append(
+                "{% for m in " + expression + " %}" + program(hostile, depth - 1) + "{% endfor %}"
+            )
         elif kind < 0.8:
-            parts.append("{% if " + expression + " %}" + program(hostile, depth - 1) + "{% endif %}")
+            parts.append(
+                "{% if " + expression + " %}" + program(hostile, depth - 1) + "{% endif %}"
+            )
         elif kind < 0.87:
             parts.append("{% set x = " + expression + " %}" + program(hostile, depth - 1))
         elif kind < 0.92:
-            parts.append("{% macro f() %}" + program(hostile, depth - 1) + "{{ f() }}{% endmacro %}{{ f() }}")
+            parts.append(
+                "{% macro f() %}" + program(hostile, depth - 1) + "{{ f() }}{% endmacro %}{{ f() }}"
+            )
         else:
-            end = ("{%", "{{", "{% include '/etc/passwd' %}", "{% break %}", "{# x", hostile.text()[:500])
+            end = (
+                "{%",
+                "{{",
+                "{% include '/etc/passwd' %}",
+                "{% break %}",
+                "{# x",
+                hostile.text()[:500],
+            )
             parts.append(hostile.random.choice(end))
     return "".join(parts)

@@ -22,21 +22,32 @@ CALL = {
 AGENT = {"t": 2.0, "type": "subagent", "agent_id": "a", "requests": [{**CALL, "t": 0.0}, CALL]}
 MESSAGES = [
     {"role": "user", "parts": [{"type": "text", "content": "Weather?"}]},
-    {"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "w", "arguments": {"x": 1}}]},
-    {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c", "response": {"sky": "grey"}}]},
+    {
+        "role": "assistant",
+        "parts": [{"type": "tool_call", "id": "c", "name": "w", "arguments": {"x": 1}}],
+    },
+    {
+        "role": "tool",
+        "parts": [{"type": "tool_call_response", "id": "c", "response": {"sky": "grey"}}],
+    },
 ]
 
 
 def any_value(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
-        return {"kvlistValue": {"values": [{"key": k, "value": any_value(v)} for k, v in value.items()]}}
+        return {
+            "kvlistValue": {"values": [{"key": k, "value": any_value(v)} for k, v in value.items()]}
+        }
     if isinstance(value, list):
         return {"arrayValue": {"values": [any_value(v) for v in value]}}
     return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value}
 
 
 def export(**attributes: Any) -> dict[str, Any]:
-    pairs = [{"key": f"gen_ai.{k.replace('__', '.')}", "value": any_value(v)} for k, v in attributes.items()]
+    pairs = [
+        {"key": f"gen_ai.{k.replace('__', '.')}", "value": any_value(v)}
+        for k, v in attributes.items()
+    ]
     span = {
         "name": "chat",
         "startTimeUnixNano": "1780000000000000000",
@@ -48,10 +59,24 @@ def export(**attributes: Any) -> dict[str, Any]:
 
 SAMPLES = (
     {"timestamp": 5, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]},
-    {"id": "s", "block_size": 64, "hash_id_scope": "local", "requests": [CALL, AGENT, {**CALL, "t": 9.0}]},
-    export(operation__name="chat", input__messages=MESSAGES, output__messages=MESSAGES[1:2], usage__input_tokens=5),
+    {
+        "id": "s",
+        "block_size": 64,
+        "hash_id_scope": "local",
+        "requests": [CALL, AGENT, {**CALL, "t": 9.0}],
+    },
+    export(
+        operation__name="chat",
+        input__messages=MESSAGES,
+        output__messages=MESSAGES[1:2],
+        usage__input_tokens=5,
+    ),
     export(usage__prompt_tokens=700, usage__completion_tokens=9),
-    {"time": "2026-11-22T10:00:04Z", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
+    {
+        "time": "2026-11-22T10:00:04Z",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 9,
+    },
 )
 
 
@@ -72,7 +97,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
                     workload = read()
                     for one in workload.cases:
                         for turn in range(one.n_turns):
-                            workload.request(one, turn, [{"role": "assistant", "content": ""}] * turn)
+                            workload.request(
+                                one, turn, [{"role": "assistant", "content": ""}] * turn
+                            )
         return 1
 
     yield case

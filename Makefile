@@ -47,6 +47,7 @@ lint: setup
 lint-python:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/codespell $$(git ls-files)
 

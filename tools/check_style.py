@@ -80,7 +80,11 @@ def walruses(tree: ast.AST) -> Iterator[ast.If]:
     """Yield the `if` statements, but no `elif`, whose first operand is an assignment."""
     elifs: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+        if (
+            isinstance(node, ast.If)
+            and len(node.orelse) == 1
+            and isinstance(node.orelse[0], ast.If)
+        ):
             if node.orelse[0].col_offset == node.col_offset:
                 elifs.add(id(node.orelse[0]))
     for node in ast.walk(tree):

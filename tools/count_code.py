@@ -114,15 +114,25 @@ def main() -> None:
     def chain(name: str) -> int:
         return 1 + max((chain(x) for x in imported(trees[name].body, modules) - {name}), default=0)
 
-    one = [m for m in modules if len(importers[m]) == 1 and not (root / m.replace(".", "/")).is_dir()]
+    one = [
+        m for m in modules if len(importers[m]) == 1 and not (root / m.replace(".", "/")).is_dir()
+    ]
     for part in sorted(nodes, key=lambda part: -nodes[part]):
         density = nodes[part] / lines[part]
-        print(f"{part:12} {statements[part]:6,} statements {nodes[part]:8,} nodes {density:6.1f} per line")
+        print(
+            f"{part:12} {statements[part]:6,} statements {nodes[part]:8,} nodes {density:6.1f} per line"
+        )
     total = sum(nodes.values())
     n_lines = sum(lines.values())
-    print(f"{'all':12} {sum(statements.values()):6,} statements {total:8,} nodes {total / n_lines:6.1f} per line")
-    print(f"code lines {n_lines:,}; modules {len(modules)}; functions with Any {n_any}; modules with one importer {len(one)}")
-    print(f"longest chain of imports {max(map(chain, modules))}; public names in two or more modules {len(repeated)}")
+    print(
+        f"{'all':12} {sum(statements.values()):6,} statements {total:8,} nodes {total / n_lines:6.1f} per line"
+    )
+    print(
+        f"code lines {n_lines:,}; modules {len(modules)}; functions with Any {n_any}; modules with one importer {len(one)}"
+    )
+    print(
+        f"longest chain of imports {max(map(chain, modules))}; public names in two or more modules {len(repeated)}"
+    )
 
 
 if __name__ == "__main__":

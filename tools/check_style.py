@@ -4,10 +4,13 @@
 
 Refused are:
 
-several values   `a, b = x, y`: one assignment per value. Swaps, and values that use the old ones (`a, b = b, a + b`), are fine.
-comprehension    two `for` in one comprehension (nested ones count), unless it only filters or flattens: `[x for row in rows for x in row]`
+several values   `a, b = x, y`: assign one value per line. Swaps, and values that use the old ones
+                 (`a, b = b, a + b`), are fine.
+comprehension    two `for` in one comprehension (nested ones count), unless it only filters or
+                 flattens: `[x for row in rows for x in row]`
 conditional      a conditional expression inside another one
-walrus           `if (x := f()):`, where `x = f()` on the line above says the same. Behind `elif`, `and`, `or` and in loops it is fine.
+walrus           `if (x := f()):`, where `x = f()` on the line above says the same. Behind `elif`,
+                 `and`, `or` and in loops it is fine.
 
 Prints one line per violation (file:line: what is wrong) and exits with 1 if there is any.
 """
@@ -43,7 +46,7 @@ def assigns_several(node: ast.AST) -> bool:
 def is_plain(node: Comprehension) -> bool:
     """Return whether a comprehension only filters or flattens: what it yields is a loop variable."""
     elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-    return all(isinstance(element, ast.Name | ast.Tuple) for element in elements)
+    return all(isinstance(element, (ast.Name, ast.Tuple)) for element in elements)
 
 
 def loops_twice(node: ast.AST) -> bool:
@@ -84,13 +87,15 @@ def walruses(tree: ast.AST) -> Iterator[ast.If]:
             isinstance(node, ast.If)
             and len(node.orelse) == 1
             and isinstance(node.orelse[0], ast.If)
-        ):
-            if node.orelse[0].col_offset == node.col_offset:
-                elifs.add(id(node.orelse[0]))
+        ) and node.orelse[0].col_offset == node.col_offset:
+            elifs.add(id(node.orelse[0]))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and id(node) not in elifs:
-            if isinstance(first_evaluated(node.test), ast.NamedExpr):
-                yield node
+        if (
+            isinstance(node, ast.If)
+            and id(node) not in elifs
+            and isinstance(first_evaluated(node.test), ast.NamedExpr)
+        ):
+            yield node
 
 
 def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -3,8 +3,9 @@
     python tools/count_code.py [FOLDER]             FOLDER: another checkout
     python tools/count_code.py --names [FOLDER]     public names that two or more modules define
 
-Statements and AST nodes measure size; lines do not, because they can be packed. Code lines are those without docstrings, comments and
-blanks. A chain counts modules that import each other when they are loaded.
+Statements and AST nodes measure size; lines do not, because they can be packed. Code lines are
+those without docstrings, comments and blanks. A chain counts modules that import each other when
+they are loaded.
 """
 
 from __future__ import annotations

@@ -161,8 +161,11 @@ def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[No
 # bins, and the largest step between two parts is compared with that of shuffled bins (a change-point test by permutation, as
 # Pettitt 1979; it also finds trends). Clock and temperature are then tested at the same split.
 
-MOST_BINS, LEAST_BINS, LEAST_PER_BIN = 24, 8, 4
-PERMUTATIONS, SHIFT_RESAMPLES = 1999, 999
+MAX_BINS = 24
+MIN_BINS = 8
+MIN_VALUES_PER_BIN = 4
+PERMUTATIONS = 1999
+SHIFT_RESAMPLES = 999
 EDGE = 0.1  # share of the bins before the first and after the last possible split
 
 
@@ -192,7 +195,7 @@ def start_of(record: RequestRecord) -> float:
 
 def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: int) -> Drift | None:
     rows, deviation, groups = deviations(records, metric)
-    split = change_point(deviation, seed)
+    split = change_point(deviation, groups, seed)
     if split is None:
         return None
     at, p = split
@@ -258,18 +261,39 @@ def _centred(values: Floats, groups: Integers) -> Floats:
     return values - (np.bincount(groups, values) / np.maximum(np.bincount(groups), 1))[groups]
 
 
-def change_point(deviation: Floats, seed: int = 0) -> tuple[int, float] | None:
-    """Return (index of the first value after the largest step, p); None for too few values."""
+def change_point(deviation: Floats, groups: Integers, seed: int = 0) -> tuple[int, float] | None:
+    """Return (index of the first value after the largest step, p); None where no step can be tested.
+
+    Only splits with values of one group on both sides are tested. A step between two loads, which share no group, is part of
+    the groups' means.
+    """
     edges = _edges(len(deviation))
     bins = len(edges) - 1
-    if bins < LEAST_BINS:
+    if bins < MIN_BINS:
         return None
-    means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
-    least = max(2, math.ceil(EDGE * bins))
-    split = least + int(np.abs(steps(means[None], least))[0].argmax())
-    return int(edges[split]), _permutation_p(
-        means, lambda rows: np.abs(steps(rows, least)).max(axis=1), seed
-    )
+    margin = max(2, math.ceil(EDGE * bins))
+    splits = edges[margin : bins - margin + 1]
+    testable = _divides_a_group(groups, splits)
+    if not testable.any():
+        return None
+
+    def sizes(rows: Floats) -> Floats:
+        return np.abs(steps(rows, margin))[:, testable]
+
+    medians = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
+    largest = sizes(medians[None])[0].argmax()
+    p = _permutation_p(medians, lambda rows: sizes(rows).max(axis=1), seed)
+    return int(splits[testable][largest]), p
+
+
+def _divides_a_group(groups: Integers, splits: Integers) -> NDArray[np.bool_]:
+    """Return whether each split has values of one group on both sides."""
+    index = np.arange(len(groups))
+    first = np.full(groups.max() + 1, len(groups))
+    last = np.zeros(groups.max() + 1, dtype=int)
+    np.minimum.at(first, groups, index)
+    np.maximum.at(last, groups, index)
+    return ((first < splits[:, None]) & (splits[:, None] <= last)).any(axis=1)
 
 
 def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:
@@ -315,7 +339,7 @@ def _shift(deviation: Floats, groups: Integers, at: int, seed: int) -> tuple[flo
 
 def _edges(count: int) -> Integers:
     """Return the first index of each bin, and the end."""
-    bins = min(MOST_BINS, count // LEAST_PER_BIN)
+    bins = min(MAX_BINS, count // MIN_VALUES_PER_BIN)
     return np.linspace(0, count, bins + 1).round().astype(int)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import types
 
+import numpy as np
 import pytest
 from bench_cases import config_of, known, row
+from hypothesis import given
+from hypothesis import strategies as st
 
 from annie_quant import documents, report
 from annie_quant.bench import findings, stability
@@ -177,4 +180,47 @@ def test_a_constant_difference_is_not_one_of_depth():
 
 def test_too_few_requests_are_not_tested():
     assert stability.find_drifts(records("a", 1, prompts=5), ["a"]) == []
-    assert stability.change_point([0.0] * 31) is None
+    assert stability.change_point(np.zeros(31), np.zeros(31, dtype=int)) is None
+
+
+@pytest.mark.parametrize("noise", ["normal", "skewed"])
+def test_runs_with_two_loads_one_after_the_other(noise):
+    """A step exactly between two loads, whose prompts share no group, is no drift and no fault."""
+    generator = np.random.default_rng(62)
+    for _ in range(60):
+        rows, second = [], 0.0
+        for concurrency, factor in ((1, 1.0), (8, 3.0)):
+            order = np.tile(np.arange(24), 5)
+            generator.shuffle(order)
+            for prompt in order:
+                size = generator.exponential() if noise == "skewed" else generator.normal()
+                time = float((10 + prompt / 4) * factor * np.exp(0.03 * size))
+                second += time / 10
+                rows.append(
+                    row("a", 4 * time, case=str(prompt), tpot_ms=time, concurrency=concurrency, started_unix_s=second)
+                )  # fmt: skip
+        for drift in stability.find_drifts(rows, ["a"]):
+            assert -1 < drift.low <= drift.high and np.isfinite(drift.shift)
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=24), st.integers(0, 2**32 - 1))
+def test_any_order_of_groups_has_a_finite_shift_or_none(labels, seed):
+    """Each bin has values of one group, so that a group can end or begin at any split."""
+    groups = np.unique(np.repeat(labels, 4), return_inverse=True)[1]
+    deviation = np.random.default_rng(seed).exponential(size=len(groups))
+    split = stability.change_point(deviation, groups, seed)
+    if split is not None:
+        at, p = split
+        before, after = set(groups[:at].tolist()), set(groups[at:].tolist())
+        assert before & after and 0 < p <= 1
+        assert np.isfinite(stability._shift(deviation, groups, at, seed)).all()
+
+
+def test_a_drift_within_one_of_two_loads_is_found():
+    rows = records("a", 8, lambda second: 1.2 if second >= 500 else 1.0)
+    for record in records("a", 9, lambda second: 4.0):
+        record.load.concurrency = 8
+        record.timings.started_unix_s += 5 * len(rows)
+        rows.append(record)
+    drift = next(d for d in stability.find_drifts(rows, ["a"]) if d.metric == "tpot_ms")
+    assert drift.significant and abs(drift.shift - 0.2) < 0.03 and abs(drift.after_s - 500) < 60

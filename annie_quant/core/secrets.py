@@ -1,8 +1,8 @@
-"""Recognise secrets in names, texts and files, and find a known one in every form in which a server may echo it.
+"""Recognise secrets in names, texts and files, and find a known one in a server's bytes.
 
 is_secret_name(name), safe_url(url)    a header's or variable's name; a URL without its secrets
 FORMS, secret_in(path)                 tokens of known services by their form, for logs and for files to be published
-Redactor(secrets)                      a run's own keys in a server's bytes: encoded, reversed, spread over events
+Redactor(secrets)                      a run's own keys in a server's bytes: also in part, in base64, or spread over events
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import msgspec
 
 from annie_quant.core.errors import UsageError
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
+_NO_SECRET = re.compile(
+    r"tokenizer(?:_mode|_revision)?|(?:max|min)_(?:new_|completion_|output_)?tokens", re.IGNORECASE
+)
 _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys
 
 
@@ -33,7 +36,7 @@ _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary word
 
 def is_secret_name(name: str) -> bool:
     """Return whether the value of a header, query parameter or variable with this name must not be shown."""
-    return bool(_SECRET.search(name))
+    return bool(_SECRET.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
 def safe_url(url: str) -> str:
@@ -255,31 +258,20 @@ _JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 _UNIT = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL
 )  # a surrogate pair is one unit
-# What may stand between a secret's characters or for them: ASCII blanks, UTF-8's invisible and other blanks, percent-encoded bytes.
-_FILLER = re.compile(
-    rb"\s|\xc2[\xa0\xad]|\xe2\x80[\x80-\x8f\xaf]|\xe2\x81[\x9f-\xa4]|\xe3\x80\x80|\xef\xbb\xbf|%([0-9a-fA-F]{2})"
-)
 _FEWEST = 4  # further characters of a form that are masked in another text
 
 
 class Redactor:
-    """Find known secrets in a server's bytes.
-
-    A secret is recognised in any letter case, reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible
-    characters between its characters, and split over several texts.
+    """Find known secrets in a server's bytes: in any letter case, as base64, and split over several texts.
 
     The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """
 
     def __init__(self, secrets: Iterable[bytes]) -> None:
         forms = {form.lower() for secret in secrets for form in _forms(secret)}
-        forms |= {_FILLER.sub(_character, form) for form in forms}
-        self._forms = [
-            (form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST
-        ]
-        self._reach = 4 * max(
-            (len(form) for form, _ in self._forms), default=0
-        )  # with fillers between the characters
+        forms = {form for form in forms if len(form) >= _SHORTEST}
+        self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms]
+        self._longest = max(map(len, forms), default=0)
 
     def __bool__(self) -> bool:
         return bool(self._forms)
@@ -287,14 +279,6 @@ class Redactor:
     def spans(self, text: bytes) -> list[tuple[int, int]]:
         """Return (start, end) of every secret in `text`. Spans may overlap."""
         text = text.lower()  # bytes.lower changes ASCII only, so positions stay valid
-        spans = self._plain_spans(text)
-        reduced = _FILLER.sub(_character, text)
-        if len(reduced) < len(text) and (hidden := self._plain_spans(reduced)):
-            origins = _origins(text, {at for start, end in hidden for at in (start, end - 1)})
-            spans += [(origins[start][0], origins[end - 1][1]) for start, end in hidden]
-        return spans
-
-    def _plain_spans(self, text: bytes) -> list[tuple[int, int]]:
         spans = []
         for form, least in self._forms:
             at = text.find(form[:least])
@@ -309,30 +293,33 @@ class Redactor:
     def spans_in(self, texts: Sequence[bytes]) -> list[tuple[int, int, int]]:
         """Return (text, start, end) of every part of a secret.
 
-        It may be in one text, in consecutive ones, or at the end of one text and the beginning of any other, as in a message's
-        reasoning and content.
+        It may be in one text, in consecutive ones, or at the end of one text and the beginning of any
+        other, as in a message's reasoning and content.
         """
         spans = set(_parts(texts, self.spans(b"".join(texts))))
-        heads = [_FILLER.sub(_character, text[: self._reach].lower()) for text in texts]
+        heads = [text[: self._longest].lower() for text in texts]
         for first, text in enumerate(texts):
             rests = self._rests(text)
-            for second, head in enumerate(heads if rests else ()):
-                if second not in (first, first + 1) and head.startswith(rests):
-                    cut = max(0, len(text) - self._reach)
-                    pair = (text[cut:], texts[second][: self._reach])
-                    for part, start, end in _parts(pair, self.spans(b"".join(pair))):
-                        spans.add((second, start, end) if part else (first, cut + start, cut + end))
+            followers = [i for i, head in enumerate(heads) if rests and head.startswith(rests)]
+            cut = max(0, len(text) - self._longest)
+            for second in followers:
+                if second in (first, first + 1):
+                    continue
+                pair = (text[cut:], texts[second][: self._longest])
+                for part, start, end in _parts(pair, self.spans(b"".join(pair))):
+                    spans.add((second, start, end) if part else (first, cut + start, cut + end))
         return sorted(spans)
 
     def _rests(self, text: bytes) -> tuple[bytes, ...]:
-        """Return the texts that complete a secret which begins at the end of a text: at least up to half of the form."""
-        tail = _FILLER.sub(_character, text[-self._reach :].lower())
-        return tuple(
-            form[size : max(least, min(len(form), size + _FEWEST))]
-            for form, least in self._forms
-            for size in range(1, len(form))
-            if tail.endswith(form[:size])
-        )
+        """Return the texts that complete a secret which begins at the end of a text, at least up to half of the form."""
+        tail = text[-self._longest :].lower()
+        rests = []
+        for form, least in self._forms:
+            for size in range(1, len(form)):
+                if tail.endswith(form[:size]):
+                    end = max(least, min(len(form), size + _FEWEST))
+                    rests.append(form[size:end])
+        return tuple(rests)
 
     def spans_in_events(
         self, events: Sequence[bytes], payload: Callable[[bytes], bytes]
@@ -382,37 +369,9 @@ def _parts(
                 yield index, low, high
 
 
-def _character(match: re.Match[bytes]) -> bytes:
-    """Return what a filler stands for: a percent-encoded byte, else nothing."""
-    return bytes([int(match[1], 16)]).lower() if match[1] else b""
-
-
-def _origins(text: bytes, positions: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return where bytes of a text without fillers come from, as (start, end)."""
-    origins, at, reduced = {}, 0, 0
-    left = sorted(positions, reverse=True)
-    for match in itertools.chain(_FILLER.finditer(text), [None]):
-        literal = (match.start() if match else len(text)) - at
-        while left and left[-1] < reduced + literal:
-            position = left.pop()
-            origins[position] = (at + position - reduced, at + position - reduced + 1)
-        reduced += literal
-        if match is None or not left:
-            break
-        at = match.end()
-        if match[1]:
-            if left[-1] == reduced:
-                origins[left.pop()] = match.span()
-            reduced += 1
-    return origins
-
-
 def _forms(secret: bytes) -> Iterator[bytes]:
-    """Yield the encodings in which a secret may be echoed."""
+    """Yield a secret, and its base64 at each position in a longer text."""
     yield secret
-    yield secret[::-1]
-    yield secret.hex().encode()
-    yield quote(secret, safe="").encode()
     for shift in range(3):  # inside a longer text, base64 depends on the position modulo 3
         coded = base64.b64encode(b"\0" * shift + secret)
         whole = coded[(0, 2, 3)[shift] : len(coded) - (0, 3, 2)[(shift + len(secret)) % 3]]

@@ -8,7 +8,7 @@ import msgspec
 
 from annie_quant.core.files import finite
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, decode
+from annie_quant.documents.reading import SCHEMA_VERSION, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
 GateTable = dict[str, GateResult]  # by name, deciding gates first
@@ -307,11 +307,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
 
-UPGRADES[Evaluation] = lambda document: (
-    None
-)  # older ones have fewer fields, which all have defaults
-
-
 class HardenedGate(msgspec.Struct):
     """[passes, n] of a gate without and with the hardened prompt, and of bf16 with it.
 
@@ -406,8 +401,3 @@ class SearchResult(msgspec.Struct):
     seeds: int = 1
     schema_version: int = SCHEMA_VERSION
     version: str = ""
-
-
-UPGRADES[SearchResult] = lambda document: (
-    None
-)  # older ones have fewer fields, which all have defaults

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,9 +31,6 @@ JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
 SCHEMA_VERSION = 2
 
 T = TypeVar("T")
-
-# Versioned documents: type → function that changes a decoded document of an older version into one of this version.
-UPGRADES: dict[type, Callable[[dict[str, Any]], None]] = {}
 
 _BYTE = re.compile(r" ?\(byte (\d+)\)")
 _PACKAGE = re.compile(r"\d+(\.\d+){1,3}")  # a version of this package
@@ -62,9 +60,9 @@ def decode(
         except OSError as fault:
             raise error(f"{where}: cannot be read: {fault.strerror}", hint) from fault
     with _one_line_errors(where, error, hint, source):
-        if kind not in UPGRADES:
-            return msgspec.json.decode(source, type=kind)
-        return _convert(kind, _loads(source), where)
+        if is_versioned(kind):
+            return _convert(kind, _loads(source), where)
+        return msgspec.json.decode(source, type=kind)
 
 
 def convert(
@@ -80,10 +78,13 @@ def convert(
         return _convert(kind, document, where)
 
 
+def is_versioned(kind: type[object]) -> bool:
+    """Return whether documents of a type have the version of their layout."""
+    return "schema_version" in getattr(kind, "__struct_fields__", ())
+
+
 def _convert(kind: type[T], document: object, where: str) -> T:
-    if kind in UPGRADES:
-        check_version(document, where)
-    document = upgrade(kind, document)
+    document = upgrade(kind, document, where)
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError:
@@ -93,7 +94,7 @@ def _convert(kind: type[T], document: object, where: str) -> T:
 
 
 def _loads(source: bytes) -> object:
-    """Return the value of a JSON document; versions up to 0.2.0 wrote NaN, which JSON does not have."""
+    """Return the value of a JSON document; version 0.2.0 wrote NaN, which JSON does not have."""
     try:
         return msgspec.json.decode(source)
     except msgspec.DecodeError:
@@ -103,36 +104,53 @@ def _loads(source: bytes) -> object:
         raise
 
 
-def with_nan(kind: object, value: object) -> object:
-    """Return a decoded value with NaN for each null where `kind` has a number: figures of a broken model are not numbers."""
-    origin, members = get_origin(kind), get_args(kind)
+def with_nan(kind: Any, value: object) -> object:
+    """Return a decoded value with NaN for each null where `kind` has a number.
+
+    Figures of a broken model are not numbers.
+    """
     if kind is float:
         return math.nan if value is None else value
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return with_nan(members[0], value)
     if origin in (Union, types.UnionType):
         others = [member for member in members if member is not type(None)]
         return with_nan(others[0], value) if value is not None and len(others) == 1 else value
-    if origin is dict and isinstance(value, dict):
-        return {key: with_nan(members[1], item) for key, item in value.items()}
-    if origin is list and isinstance(value, list):
+    if isinstance(value, list) and origin is list:
         return [with_nan(members[0], item) for item in value]
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
-        return value | {
-            key: with_nan(hints[name], value[key]) for name, key in names if key in value
-        }
+    if isinstance(value, dict):
+        kinds = _entry_kinds(kind, value)
+        return value | {key: with_nan(kinds[key], value[key]) for key in kinds}
     return value
 
 
-def upgrade(kind: type[object], document: object) -> object:
-    """Return a decoded document of an older version in this version's form; others unchanged."""
-    if kind not in UPGRADES or not isinstance(document, dict):
+def _entry_kinds(kind: Any, value: Mapping[str, object]) -> dict[str, Any]:
+    """Return the type of each known entry of a JSON object that stands for a dict or a struct."""
+    if get_origin(kind) is dict:
+        return dict.fromkeys(value, get_args(kind)[1])
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return {}
+    return {key: hint for key, hint in _field_kinds(kind).items() if key in value}
+
+
+@cache
+def _field_kinds(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the types of a struct's fields by their names in JSON."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True)
+    return {key: hints[name] for key, name in names}
+
+
+def upgrade(kind: type[object], document: object, where: str | os.PathLike[str]) -> object:
+    """Return a decoded document as one of this version; others than those with a version unchanged.
+
+    Documents of version 0.2.0 have fewer fields, which all have defaults now.
+    """
+    if not is_versioned(kind) or not isinstance(document, dict):
         return document
-    version = document.get("schema_version")
-    if not isinstance(version, int) or version < SCHEMA_VERSION:
-        document = document | {"schema_version": SCHEMA_VERSION}
-        UPGRADES[kind](document)
-    return document
+    check_version(document, where)
+    return document | {"schema_version": SCHEMA_VERSION}
 
 
 @contextlib.contextmanager
@@ -222,9 +240,7 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     except FileNotFoundError:
         return None
     try:
-        document = _finite_json(text)
-        check_version(document, path)
-        value = _fit(kind, upgrade(kind, document))
+        value = _fit(kind, upgrade(kind, _finite_json(text), path))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return None if value is _MISFIT else value
@@ -278,32 +294,25 @@ def _fit(kind: Any, value: object) -> Any:
     except (msgspec.ValidationError, UsageError):
         origin, members = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        fit = _fit(members[0], value)
-        with contextlib.suppress(msgspec.ValidationError):  # of the limits, which the rest may keep
-            return _MISFIT if fit is _MISFIT else msgspec.convert(fit, kind)
-        return _MISFIT
+        return _converted(_fit(members[0], value), kind)
     if origin in (Union, types.UnionType):
-        return next(
-            (fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT
-        )
-    if origin is dict and isinstance(value, dict):
-        return {
-            key: fit
-            for key, item in value.items()
-            if (fit := _fit(members[1], item)) is not _MISFIT
-        }
-    if origin is list and isinstance(value, list):
-        return [fit for item in value if (fit := _fit(members[0], item)) is not _MISFIT]
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-        hints = get_type_hints(kind, include_extras=True)
-        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
-        fields = {name: _fit(hints[name], value[key]) for name, key in names if key in value}
-        try:
-            return kind(**{name: fit for name, fit in fields.items() if fit is not _MISFIT})
-        except (
-            TypeError,
-            ValueError,
-            UsageError,
-        ):  # a required field is missing, or the type's own check fails
-            return _MISFIT
-    return _MISFIT
+        fits = (_fit(member, value) for member in members)
+        return next((fit for fit in fits if fit is not _MISFIT), _MISFIT)
+    if isinstance(value, list) and origin is list:
+        fits = (_fit(members[0], item) for item in value)
+        return [fit for fit in fits if fit is not _MISFIT]
+    if not isinstance(value, dict):
+        return _MISFIT
+    entries = {key: _fit(entry, value[key]) for key, entry in _entry_kinds(kind, value).items()}
+    valid = {key: fit for key, fit in entries.items() if fit is not _MISFIT}
+    if origin is dict:
+        return valid
+    return _converted(valid, kind)
+
+
+def _converted(value: object, kind: Any) -> Any:
+    """Return a value whose parts are valid as `kind`; _MISFIT where a required one is missing, or a type's own check fails."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UsageError):
+        return _MISFIT

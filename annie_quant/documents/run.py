@@ -11,9 +11,8 @@ from msgspec import field
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.host import Environment
-from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.prompts import ContextFile
-from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
+from annie_quant.documents.reading import SCHEMA_VERSION, JsonScalar, decode, write
 from annie_quant.documents.records import Load
 from annie_quant.documents.results import (
     Aggregates,
@@ -21,7 +20,6 @@ from annie_quant.documents.results import (
     MemoryLevels,
     Roles,
     Verdict,
-    limited_identity,
 )
 
 
@@ -217,39 +215,6 @@ class Run(msgspec.Struct, kw_only=True):
     stages: list[Stage] = []
     aggregates: Aggregates = field(default_factory=Aggregates)
     verdict: Verdict = field(default_factory=Verdict)
-
-
-def _upgrade(document: JsonObject) -> None:
-    """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
-    aggregates = document.get("aggregates")
-    for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
-        for side in _mappings(sides):
-            side.update(
-                {
-                    key: None
-                    for key in ("kl", "kl_conversations", "kl_text")
-                    if side.get(key) == {"n_tokens": 0}
-                }
-            )
-    identities = document.get("backends")
-    if isinstance(identities, dict):
-        document["backends"] = {
-            name: msgspec.to_builtins(limited_identity({"name": name, **fields}))
-            if isinstance(fields, dict)
-            else fields
-            for name, fields in identities.items()
-        }
-
-
-def _mappings(value: object) -> list[JsonObject]:
-    return (
-        [item for item in value.values() if isinstance(item, dict)]
-        if isinstance(value, dict)
-        else []
-    )
-
-
-UPGRADES |= {Bench: _upgrade, Run: _upgrade}
 
 
 def read_bench(folder: str | os.PathLike[str]) -> Bench:

@@ -164,7 +164,7 @@ def test_everything_else_passes_too_and_is_not_recorded(tmp_path):
 
 def test_secrets_are_never_written(tmp_path, capfd):
     name = "Friederike Vogelsang"
-    echo = f"Your key is {KEY} and {KEY[::-1]}, {PASSWORD}; {HUB}. Bye Friederike."
+    echo = f"Your key is {KEY} and {KEY.upper()}, {PASSWORD}; {HUB}. Bye Friederike."
     arguments = json.dumps({"room": "hall", "password": PASSWORD})
     calls = [
         {"id": "1", "type": "function", "function": {"name": "set_light", "arguments": arguments}}
@@ -188,7 +188,7 @@ def test_secrets_are_never_written(tmp_path, capfd):
     stored = proxied.settings.output.read_text()
     assert len(proxied.lines) == 1 and "set_light" in stored
     assert where(tmp_path, *capfd.readouterr()) == []
-    assert KEY[::-1] not in stored and KEY[::-1][:20] not in stored
+    assert KEY.upper() not in stored and KEY.upper()[:20] not in stored
     assert not any(
         word in stored for word in ("Friederike", "Vogelsang", "friederike@", "Vogelnest")
     )

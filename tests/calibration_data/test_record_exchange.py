@@ -117,18 +117,13 @@ SPREAD = {
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": KEY[9:]})}}]},
     "arguments, then content": {"content": KEY[15:], "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": KEY[:15]})}}]},
-    "spaced": {"content": " ".join(KEY)},
-    "spaced by lines": {"content": "\n".join(KEY)},
-    "spaced invisibly": {"content": "\u200b".join(KEY)},
-    "percent-encoded": {"content": "".join(f"%{ord(c):02x}" for c in KEY)},
-    "some of it percent-encoded": {"content": "".join(f"%{ord(c):02X}" if i % 3 else c for i, c in enumerate(KEY))},
     "property name": {"content": "x", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({KEY: {KEY[::-1]: 1}})}}]},
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({KEY: {KEY: 1}})}}]},
 }  # fmt: skip
 
 
 def reduced(text: str) -> str:
-    """Return what a reader would join: without blanks, punctuation of JSON, and names of fields."""
+    """Return what a reader would join: without punctuation of JSON and names of fields."""
     for word in (
         "reasoning_content",
         "content",
@@ -140,13 +135,12 @@ def reduced(text: str) -> str:
         "assistant",
     ):
         text = text.replace(word, "")
-    text = re.sub(r"%([0-9a-fA-F]{2})", lambda m: chr(int(m[1], 16)), text)
-    return re.sub(r"[^A-Za-z0-9_-]|\\u200b|\\n", "", text).lower()
+    return re.sub(r"[^A-Za-z0-9_-]|\\n", "", text).lower()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("form", SPREAD)
-def test_a_key_in_several_texts_or_spaced_is_masked(form, is_stream):
+def test_a_key_in_several_texts_is_masked(form, is_stream):
     message = SPREAD[form]
     answer = json.dumps(
         {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}

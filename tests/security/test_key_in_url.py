@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from command_line import annie_quant
 
+from annie_quant.core.secrets import safe_url
+
 KEY = "planted0f3a9c77d1e8"
 URLS = [
     f"http://annie:{KEY}@127.0.0.1:9/v1",
@@ -52,3 +54,13 @@ def test_it_is_refused_and_not_shown(tmp_path, url, command):
     assert "environment" in done.stderr
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
+
+
+def test_a_shown_url_has_no_secret_and_all_else():
+    shown = safe_url(
+        f"http://annie:{KEY}@h:1/v1?api_key={KEY}&max_tokens=64&tokenizer=mine&auth_tokens={KEY}#x"
+    )
+    assert (
+        shown
+        == "http://h:1/v1?api_key=[redacted]&max_tokens=64&tokenizer=mine&auth_tokens=[redacted]"
+    )

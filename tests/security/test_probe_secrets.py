@@ -9,10 +9,10 @@ from planted_secrets import HUB, KEY, PASSWORD, where
 
 from annie_quant.cli import cli
 
-# What a server repeats of the key: all of it, its reverse, or pieces in several events.
+# What a server repeats of the key: all of it, in capital letters, or pieces in several events.
 ANSWERS = {
     "whole": [f"red {KEY}"],
-    "reversed": [f"red {KEY[::-1]}"],
+    "capital letters": [f"red {KEY.upper()}"],
     "in pieces": ["red sk-", "planted-", "0123456789abcd", "efghijklmnop"],
 }
 

@@ -1,10 +1,9 @@
-"""A hostile server: redirects, echoes of the key in every encoding, endless answers."""
+"""A hostile server: redirects, echoes of the key, endless answers."""
 
 from __future__ import annotations
 
 import base64
 import json
-import re
 import socket
 import time
 from pathlib import Path
@@ -89,12 +88,10 @@ def variants() -> dict[str, str]:
         "plain": KEY,
         "upper": KEY.upper(),
         "swapped case": KEY.swapcase(),
-        "reversed": KEY[::-1],
         "half": KEY[:20],
         "base64": base64.b64encode(KEY.encode()).decode(),
         "base64 in a text": base64.b64encode(f"the key: {KEY}!".encode()).decode(),
         "base64 for URLs": base64.urlsafe_b64encode(b"??" + KEY.encode()).decode(),
-        "hex": KEY.encode().hex(),
     }
 
 
@@ -145,15 +142,13 @@ OVER_FIELDS = {
     "content and arguments": [
         {"content": KEY[:9]}, {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": KEY[9:]}}]}],
     "interleaved": [{"content": "a ", "reasoning_content": KEY[:25]}, {"role": "assistant", "content": KEY[25:]}],
-    "spaced": [{"content": f" {c}"} for c in KEY],
-    "percent-encoded": [{"content": f"%{ord(c):02X}"} for c in KEY],
-    "property name": [{"content": "a", KEY: {KEY[::-1]: 1}}],
+    "property name": [{"content": "a", KEY: {KEY: 1}}],
     "escaped property name": [{"content": "a", "\u00e9" + KEY: 1}],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", OVER_FIELDS)
-def test_a_key_over_several_fields_or_spaced_is_nowhere(tmp_path, form):
+def test_a_key_over_several_fields_is_nowhere(tmp_path, form):
     pieces = [event(delta) for delta in OVER_FIELDS[form]]
     with RawServer(stream([*pieces, event({}, "stop"), DONE])) as server:
         timings = aq.stream.run([Request(server.url, json={}, headers=BEARER)])
@@ -164,8 +159,7 @@ def test_a_key_over_several_fields_or_spaced_is_nowhere(tmp_path, form):
     calls = "".join(c["arguments"] for c in record["tool_calls"])
     joined = record["reasoning"] + record["text"] + calls
     for text in (joined, record["text"] + calls, bytes(loaded.frames).decode(), json.dumps(record)):
-        plain = re.sub(r"%([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), text).replace(" ", "")
-        assert leaked(plain) == [] and KEY[12:32].lower() not in plain.lower(), text
+        assert leaked(text) == [] and KEY[12:32].lower() not in text.lower(), text
 
 
 def _collect(texts: dict[str, str], raw: bytes) -> None:

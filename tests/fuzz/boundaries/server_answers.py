@@ -43,8 +43,8 @@ NO_HTTP = (
     b"SSH-2.0\r\n",
 )
 ECHOES = (
-    KEY, KEY[::-1], KEY[: len(KEY) * 2 // 3], KEY.upper(), base64.b64encode(KEY.encode()).decode(),
-    base64.b64encode(f"xx{KEY}".encode()).decode(), KEY.encode().hex(),
+    KEY, KEY[: len(KEY) * 2 // 3], KEY.upper(), base64.b64encode(KEY.encode()).decode(),
+    base64.b64encode(f"xx{KEY}".encode()).decode(),
 )  # fmt: skip
 
 

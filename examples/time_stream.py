@@ -6,10 +6,8 @@ import annie_quant as aq
 
 url, model = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 questions = ["Hello!", "What is the capital of Japan?", "How was your day?"]
-requests = [
-    aq.stream.chat(url, model, [{"role": "user", "content": q}], tag=q, max_tokens=64)
-    for q in questions
-]
+messages = [[{"role": "user", "content": q}] for q in questions]
+requests = [aq.stream.chat(url, model, m, tag=m[0]["content"], max_tokens=64) for m in messages]
 
 timings = aq.stream.run(requests, concurrency=1, warmup=requests[:1])
 for r in timings.records():
@@ -21,7 +19,6 @@ for r in timings.records():
     print(
         f"{r['tag']!r}: first word {r['first_content_ms']:.1f} ms, between pieces {median} ms, all {r['e2e_ms']:.1f} ms"
     )
-timings.save(
-    "timings"
-)  # raw frames with timestamps: aq.stream.Timings.load("timings") decodes them again
+# Raw frames with timestamps: aq.stream.Timings.load("timings") decodes them again.
+timings.save("timings")
 sys.exit(any(r["error"] for r in timings.records()))

@@ -71,7 +71,6 @@ for each in (
     checkpoint.convert,
     checkpoint.compare,
     checkpoint.evaluate,
-    checkpoint.lm_eval,
     checkpoint.retention,
     quantize.search,
     quantize.serve,

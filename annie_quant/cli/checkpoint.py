@@ -2,14 +2,11 @@
 
 `annie-quant eval`: compare a checkpoint with its bf16 reference, without a server.
 
-`annie-quant lm-eval`: lm-eval's own command line, which knows the model annie_quant.
-
 `annie-quant retention`: a quantized model's scores next to bf16's, from two runs of lm-eval.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +19,6 @@ import annie_quant
 from annie_quant.cli import options as opt
 from annie_quant.cli import tables
 from annie_quant.cli.terminal import console, emit, quiet_engines, refuse_stale_prompt
-from annie_quant.core.errors import need
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Audit, Evaluation, TensorRow
 
@@ -225,8 +221,8 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `annie-quant eval`.
 
     reference: The bf16 checkpoint.
-    numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
-        llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
+    numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu,
+        llama.cpp-blackwell (docs/numerics.md).
     calib_data: Conversations whose assistant tokens are also scored.
     rows: Answers per batch.
     output: JSON file to write.
@@ -310,30 +306,6 @@ def summary_lines(result: Evaluation) -> list[str]:
     return render_text("evaluation.txt", result=result, members=members, ranges=ranges).splitlines()
 
 
-@click.command(
-    name="lm-eval",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def lm_eval(arguments: tuple[str, ...]) -> None:
-    """Run lm-eval with the model annie_quant: NVFP4 on any machine, under a numerics profile.
-
-    All arguments are lm-eval's: --model annie_quant --model_args pretrained=DIR,profile=w4a4 --tasks ... --log_samples
-    --output_path RUN; `annie-quant lm-eval run --help` lists them. `annie-quant retention` compares two such runs.
-    """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        click.echo(click.get_current_context().get_help())
-        return
-    need("lm_eval", "lm-eval")
-    quiet_engines()
-    importlib.import_module("annie_quant.offline.harness_model")  # registers the model
-    harness = importlib.import_module("lm_eval.__main__")
-
-    sys.argv = ["lm_eval", *arguments]
-    harness.cli_evaluate()
-
-
 class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `annie-quant retention`.
 
@@ -350,7 +322,7 @@ class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
 def retention(options: RetentionOptions) -> None:
     """Compare two lm-eval runs sample by sample: what the quantized model keeps of bf16's scores.
 
-    The runs are folders of lm-eval's --output_path, made with --log_samples (annie-quant lm-eval --model annie_quant ...).
+    The runs are folders of lm-eval's --output_path, made with --log_samples (examples/lm_eval_scores.py).
     """
     from annie_quant.judge import retention as table
 

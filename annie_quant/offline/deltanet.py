@@ -24,13 +24,12 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.core.errors import EnvironmentFault
-from annie_quant.offline import deltanet_cpu
 from annie_quant.offline.codec import Round, rounding
-from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, in_chunks
-from annie_quant.offline.profiles import CPU_KERNELS, Profile
+from annie_quant.offline.profiles import Profile
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 CHUNK_GPU = 64  # half as many launches
+SERVED_CHUNK = 64  # steps, in flash-linear-attention
 CPU_CHUNK = 20  # about this many steps in calibration; chunks of equal length need little padding
 
 
@@ -142,6 +141,12 @@ def gated_delta_step(
     return out, state if output_final_state else None
 
 
+def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return x [B, T, H, ...] as float32 [B, H, ceil(T / size), size, ...], padded with zeros."""
+    x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -x.shape[1] % size))
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """Return (I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution on all matrices at once.
 
@@ -166,17 +171,12 @@ def causal_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
-    *,
-    silu: Round = functional.silu,
     **_: object,
 ) -> torch.Tensor:
-    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None.
-
-    silu: computes it.
-    """
+    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None."""
     x = functional.pad(x, (weight.shape[-1] - 1, 0))
     y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return silu(y) if activation in ("silu", "swish") else y
+    return functional.silu(y) if activation in ("silu", "swish") else y
 
 
 def causal_conv_step(
@@ -185,8 +185,6 @@ def causal_conv_step(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    *,
-    silu: Round = functional.silu,
 ) -> torch.Tensor:
     """Return one output column [B, C, 1] of causal_conv for x [B, C, 1]; state [B, C, K] is updated in place.
 
@@ -195,7 +193,7 @@ def causal_conv_step(
     state.copy_(torch.cat((state[:, :, 1:], x.to(state.dtype)), -1))
     y = (state * weight).sum(-1, keepdim=True)
     y = y if bias is None else y + bias.unsqueeze(-1)
-    return (silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+    return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
 def conv_on_cpu(
@@ -335,21 +333,8 @@ def ragged_layers(
             if recurrent.__name__ == "torch_recurrent_gated_delta_rule":
                 layer.recurrent_gated_delta_rule = gated_delta_step
             if own is gated_delta_rule and profile.stream != "float32":
-                served: Callable[..., Any] = own
                 decoding = own
-                if profile.delta_rule == CPU_KERNELS:
-                    served, decoding = (
-                        deltanet_cpu.gated_delta_rule_cpu,
-                        deltanet_cpu.normalized_as_on_a_cpu(own),
-                    )
-                    layer.recurrent_gated_delta_rule = deltanet_cpu.normalized_as_on_a_cpu(
-                        layer.recurrent_gated_delta_rule
-                    )
-                    conv, step = (
-                        functools.partial(f, silu=deltanet_cpu.silu_on_a_cpu)
-                        for f in (causal_conv, causal_conv_step)
-                    )
-                own = functools.partial(served, to_operand=rounding(profile.stream))
+                own = functools.partial(own, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
             layer.causal_conv1d_fn, layer.causal_conv1d_update = (
                 ragged_conv(conv, batch, layer.layer_idx),

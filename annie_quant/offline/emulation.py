@@ -10,9 +10,8 @@ The model stays in float32, and values are rounded where a server stores them in
                         servers keep it; beta as the profile names it
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
-the order of sums. Servers differ in that order, and in roundings inside fused kernels. vLLM's CPU kernels are emulated bit for bit
-except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (ensemble.py) measures what such
-differences do.
+the order of sums. Servers differ in that order, and in roundings inside fused kernels; the ensemble (ensemble.py) measures what
+such differences do.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from annie_quant.models import family_or_default
 from annie_quant.offline.codec import Round, rounding
 from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
-from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, Profile
+from annie_quant.offline.profiles import FLOAT32, Profile
 
 
 class Removable(Protocol):
@@ -122,24 +121,12 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
     elif kind.endswith("Attention"):
         yield RoundedSigmoid(module, lambda gate: stream(gate.sigmoid()))
     elif kind.endswith("GatedDeltaNet") and profile.beta != FLOAT32:
-        yield RoundedSigmoid(
-            module, sigmoid_in_steps if profile.beta == BFLOAT16_STEPS else sigmoid_in_bfloat16
-        )
+        yield RoundedSigmoid(module, sigmoid_in_bfloat16)
 
 
 def sigmoid_in_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """Return the sigmoid rounded to bfloat16 once, in x's dtype."""
     return x.sigmoid().bfloat16().to(x.dtype)
-
-
-def sigmoid_in_steps(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 / (1 + e^-x) with the exponential, the sum and the quotient each rounded to bfloat16, in x's dtype.
-
-    A C++ expression of one bfloat16 value computes so, because each operation returns its operands' type. The sum has steps of
-    2^-7, so the result is 1 for every x above 5.55.
-    """
-    exponential = torch.exp(-x).bfloat16()
-    return (1 / (1 + exponential)).to(x.dtype)
 
 
 class RoundedSigmoid(TorchFunctionMode):

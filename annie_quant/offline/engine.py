@@ -23,11 +23,9 @@ from annie_quant.core.errors import UsageError
 from annie_quant.offline import caches, codec
 from annie_quant.offline.codec import rounding
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
-from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
-from annie_quant.offline.profiles import BFLOAT16, CPU_KERNELS, Profile, profile_of
+from annie_quant.offline.profiles import Profile, profile_of
 
 NAME = "annie_quant_grouped"
-QUERIES = 256  # whose scores are in memory at once
 
 
 def grouped_attention(
@@ -63,41 +61,9 @@ def grouped_attention(
     return torch.bmm(weights, value.flatten(0, 1)).view(batch, 1, heads, head_dim), None
 
 
-def amx_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """Return outputs [B, T, H, D] as vLLM's attention on a CPU with AMX. Parameters as of grouped_attention.
-
-    e^(score - maximum) is rounded to bfloat16 before it is multiplied by the values; the sum that divides is not.
-
-    The products of tests/perf/trace_server.py for Qwen2.5-Coder-0.5B differ in 0.02 % of values, with exact weights in 17 %.
-    """
-    length, steps = key.shape[2], query.shape[2]
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    if mask is None:
-        mask = torch.ones(steps, length, dtype=torch.bool, device=query.device).tril(length - steps)
-    mask = mask.expand(len(query), 1, steps, length)
-    outputs = []
-    for i in range(0, steps, QUERIES):
-        scores = query[:, :, i : i + QUERIES] @ key.transpose(2, 3) * scaling
-        scores = scores.masked_fill_(~mask[:, :, i : i + QUERIES], -torch.inf)
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        outputs.append(weights.bfloat16().to(value.dtype) @ value / weights.sum(-1, keepdim=True))
-    return torch.cat(outputs, 2).transpose(1, 2)
-
-
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
     stream, stored = rounding(profile.stream), codec.cache_rounding(profile.kv)
-    with_amx = (
-        profile.delta_rule == CPU_KERNELS
-        and profile.stream == BFLOAT16
-        and torch.cpu._is_amx_tile_supported()
-    )
 
     def attention(
         module: torch.nn.Module,
@@ -108,10 +74,7 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         query, (key, value) = stream(query), stored(module, key, value)
-        if with_amx:
-            output = amx_attention(query, key, value, args[0], options["scaling"])
-        else:
-            output, _ = grouped_attention(module, query, key, value, *args, **options)
+        output, _ = grouped_attention(module, query, key, value, *args, **options)
         return stream(output), None
 
     return attention
@@ -126,7 +89,7 @@ def use_grouped_attention(
     """
     if config._attn_implementation != "sdpa":
         return contextlib.nullcontext()
-    name = f"{NAME}_{profile.stream}_{profile.kv}_{profile.delta_rule}"
+    name = f"{NAME}_{profile.stream}_{profile.kv}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(
             name, rounded_attention(profile) if profile.rounds else grouped_attention
@@ -250,9 +213,7 @@ class Engine:
         the caller reads; None: 0.
         """
         prompts = [limit + 1 for limit in limits] if prompts is None else prompts
-        # vLLM's CPU kernels are emulated bit for bit, so DeltaNet's chunks have to begin where the server's do.
-        multiple = SERVED_CHUNK if profile_of(self.model).delta_rule == CPU_KERNELS else 1
-        for prefix_group in group_by_prefix(inputs, limits, self.group_cost, multiple):
+        for prefix_group in group_by_prefix(inputs, limits, self.group_cost):
             shared = prefix_group.shared
             prefix_cache = None
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
@@ -431,11 +392,10 @@ def group_by_prefix(
     rows: Sequence[Sequence[int]],
     limits: Sequence[int],
     group_cost: int = GROUP_COST,
-    multiple: int = 1,
 ) -> list[PrefixGroup]:
     """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
 
-    group_cost: of one more group, in tokens. multiple: the number of shared tokens is one of it.
+    group_cost: of one more group, in tokens.
 
     Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
     """
@@ -450,7 +410,7 @@ def group_by_prefix(
                 members.append(i)
                 continue
         groups.append((limits[i], [i]))
-    whole = [(shared - shared % multiple, tuple(members)) for shared, members in groups]
     return [
-        PrefixGroup(shared if shared >= MIN_SHARED else 0, members) for shared, members in whole
+        PrefixGroup(shared if shared >= MIN_SHARED else 0, tuple(members))
+        for shared, members in groups
     ]

@@ -2,8 +2,8 @@
 
 The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference where there is
 one. The differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
-profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32, and for
-one that is emulated bit for bit: sums in another order). The profile of the largest likelihood is named. Others whose likelihood is
+profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
+another order). The profile of the largest likelihood is named. Others whose likelihood is
 not significantly smaller (paired over the prompts) are listed with it, and among these one of the server's own family comes first.
 It is "none of these" where the served values are further away than LIMIT times that noise, or than CLOSEST times the distance to
 another candidate: a fault is not W4A4 because it is large.
@@ -173,9 +173,7 @@ def compare_with_server(
         for c in candidates
         if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])
     ]
-    on_cpus = {name for name in names if find_profile(name).delta_rule == profiles.CPU_KERNELS}
-    # Stable; of equals, the name of a GPU's kernels.
-    likely.sort(key=lambda c: (not c.name.startswith(family), c.name in on_cpus))
+    likely.sort(key=lambda c: not c.name.startswith(family))  # stable
     candidates = [*likely, *(c for c in candidates if c not in likely)]
     n_values = sum(len(v) for v in served)
     also = [c.name for c in likely[1:]]
@@ -247,10 +245,9 @@ def named_profiles(available: list[str]) -> list[str]:
 def second_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
     """Return the computation whose distance is a profile's noise.
 
-    Where nothing is rounded, and for vLLM's CPU kernels, which are emulated bit for bit, only the order of sums is left.
+    Where nothing is rounded, only the order of sums is left.
     """
-    is_exact = not profile.rounds or profile.delta_rule == profiles.CPU_KERNELS
-    return (profile, PERMUTED) if is_exact else (profiles.in_float32(profile), USUAL)
+    return (profiles.in_float32(profile), USUAL) if profile.rounds else (profile, PERMUTED)
 
 
 def significantly_less(likelihoods: np.ndarray, best: np.ndarray) -> bool:

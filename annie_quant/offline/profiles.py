@@ -18,8 +18,7 @@ EXACT = "exact"
 # A KV cache in that format (codec.cache_rounding). "+" would make it a further member of the profile without it.
 KV_SUFFIXES = {"-fp8kv": "fp8", "-nvfp4kv": "nvfp4"}
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
-GPU_KERNELS, CPU_KERNELS = "GPU", "CPU"  # of Profile.delta_rule
-FLOAT32, BFLOAT16, BFLOAT16_STEPS = "float32", "bfloat16", "bfloat16 steps"  # of Profile.beta
+FLOAT32, BFLOAT16 = "float32", "bfloat16"  # of Profile.beta
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,7 @@ class Profile:
     kv            dtype of keys and values, or "fp8" or "nvfp4"
     operands      "exact", or the dtype to which the dequantized values of both sides of an NVFP4 product are rounded
     beta          how DeltaNet's beta, a sigmoid, is rounded: "float32": not; "bfloat16": once, as transformers in bfloat16, SGLang
-                  (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do; "bfloat16 steps": the
-                  exponential, the sum and the quotient, as vLLM's CPU kernels do (csrc/cpu/sgl-kernels/fla.cpp)
-    delta_rule    whose kernels' roundings DeltaNet's prefill has, if the stream is rounded: "GPU": flash-linear-attention's
-                  (deltanet.py); "CPU": vLLM's for CPUs (deltanet_cpu.py)
+                  (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
 
@@ -49,7 +45,6 @@ class Profile:
     served_by: str = ""
     operands: str = EXACT
     beta: str = FLOAT32
-    delta_rule: str = GPU_KERNELS
 
     @property
     def needs_input_scale(self) -> bool:
@@ -74,11 +69,6 @@ def _bf16(name: str, activations: str, served_by: str, operands: str = EXACT) ->
     return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by, operands)
 
 
-def _vllm_cpu(name: str, activations: str) -> Profile:
-    plain = _bf16(name, activations, "vLLM on a CPU with this package's plug-in")
-    return dataclasses.replace(plain, beta=BFLOAT16_STEPS, delta_rule=CPU_KERNELS)
-
-
 PROFILES = {
     p.name: p
     for p in (
@@ -90,8 +80,6 @@ PROFILES = {
             "vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"
         ),
         _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
-        _vllm_cpu("vllm-cpu", NVFP4),
-        _vllm_cpu("vllm-cpu-w4a16", UNROUNDED),
         Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
         Profile(
             "llama.cpp-blackwell",

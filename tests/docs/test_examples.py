@@ -20,8 +20,10 @@ EXAMPLES = {p.stem: p for p in (ROOT / "examples").glob("*.py")}
 TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
 
 
-def run(name: str, *arguments: object, cwd: Path, code: int = 0) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+def run(name: str, *arguments: object, cwd: Path, code: int = 0, path: Path = ROOT) -> str:
+    """Run an example. path: searched for modules before the repository."""
+    folders = os.pathsep.join(map(str, (path, ROOT)))
+    environment = os.environ | {"PYTHONPATH": folders, "OMP_WAIT_POLICY": "PASSIVE"}
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES[name]), *map(str, arguments)],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
@@ -38,7 +40,7 @@ def forms(tmp_path_factory):
 
 
 def test_examples_are_about_twenty_lines_with_their_command():
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
     for name, path in EXAMPLES.items():
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 25, name
@@ -103,6 +105,29 @@ def test_evaluate_offline(forms, tmp_path, monkeypatch):
         runpy.run_path(str(EXAMPLES["evaluate_offline"]), run_name="__main__")
     output = printed.getvalue()
     assert "w4a16: mean KL" in output and re.search(r"tool_call +\d/1", output)
+
+
+LM_EVAL = """
+def simple_evaluate(model, tasks):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model.pretrained, dtype=model.dtype)
+    kinds = {type(m).__name__ for m in loaded.modules()}
+    return {"results": {t: {"alias": t, "acc,none": float("NVFP4Linear" in kinds)} for t in tasks}}
+"""
+
+
+def test_lm_eval_scores(forms, tmp_path):
+    """lm-eval's hf model loads the folder by transformers; a stand-in for it does that alone."""
+    pytest.importorskip("torch", reason="torch computes the scores; not installed")
+    pytest.importorskip("transformers", reason="transformers loads the model; not installed")
+    models = tmp_path / "lm_eval" / "models"
+    models.mkdir(parents=True)
+    (models.parent / "__init__.py").write_text(f"import transformers\n{LM_EVAL}")
+    (models / "__init__.py").touch()
+    (models / "huggingface.py").write_text("from types import SimpleNamespace as HFLM\n")
+    folder, _ = forms
+    arguments = (folder / "nvfp4", "arc_easy")
+    output = run("lm_eval_scores", *arguments, cwd=tmp_path, path=tmp_path)
+    assert output.split() == ["arc_easy", "acc,none", "1.0000"]
 
 
 def test_time_stream(tmp_path):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 from randomised import examples  # noqa: E402
 
 from annie_quant.core.errors import EnvironmentFault  # noqa: E402
-from annie_quant.offline import deltanet  # noqa: E402
+from annie_quant.offline import deltanet, profiles  # noqa: E402
 from annie_quant.offline.deltanet import RaggedBatch  # noqa: E402
 
 
@@ -205,3 +205,46 @@ def test_layers_whose_functions_cannot_be_replaced_are_refused() -> None:
         deltanet.delta_layers(model)
     assert "transformers" in fault.value.hint
     assert deltanet.delta_layers(torch.nn.Sequential(torch.nn.Linear(2, 2))) == []
+
+
+class TinyGatedDeltaNet(torch.nn.Module):
+    """A layer with the functions that are replaced; the rules are transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as source
+
+        self.layer_idx = 0
+        self.chunk_gated_delta_rule = source.torch_chunk_gated_delta_rule
+        self.recurrent_gated_delta_rule = source.torch_recurrent_gated_delta_rule
+        self.causal_conv1d_fn = None
+        self.causal_conv1d_update = source.torch_causal_conv1d_update
+
+
+@pytest.mark.parametrize("name", ["vllm-cutlass", "float32"])
+def test_layers_round_as_their_profile(name: str) -> None:
+    """A prompt of 70 steps, 10 steps of its answer in the same pass, and one more that is decoded alone."""
+    layer = TinyGatedDeltaNet()
+    batch = RaggedBatch()
+    arrays = inputs(1, 81, seed=4)
+    spans = (slice(70), slice(70, 80), slice(80, 81))
+    head, middle, last = ([a[:, span] for a in arrays] for span in spans)
+    rule = deltanet.gated_delta_rule
+    if name != "float32":
+        rule = functools.partial(rule, to_operand=lambda x: x.bfloat16().float())
+    first, state = run(head, rule=rule)
+    second, state = recurrence(*middle, state.astype(np.float64))
+    third, _ = recurrence(*last, state)
+    batch.set(None, 80, None, torch.tensor([70]))
+    with deltanet.ragged_layers([layer], profiles.find_profile(name), batch):
+        both = [np.concatenate(pair, 1) for pair in zip(head, middle, strict=True)]
+        out, after = run(both, rule=layer.chunk_gated_delta_rule)
+        alone, _ = run(last, after, rule=layer.recurrent_gated_delta_rule)
+    own = np.concatenate((out, alone), 1)
+    expected = np.concatenate((first, second, third), 1)
+    tolerance = {"vllm-cutlass": 1e-2, "float32": 2e-5}[name]  # of one rounding to bfloat16
+    np.testing.assert_allclose(own, expected, atol=tolerance, rtol=tolerance)
+    is_bfloat16 = np.array_equal(own, torch.from_numpy(own).bfloat16().float().numpy())
+    assert is_bfloat16 == (name == "vllm-cutlass")
+    assert layer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule"
+    assert layer.recurrent_gated_delta_rule.__name__ == "torch_recurrent_gated_delta_rule"

@@ -118,20 +118,18 @@ def test_a_checkpoint_is_compared_with_bf16_in_the_same_server(module, tmp_path)
     called, silent = (template.ids(text) for text in (call, "I cannot do that."))
     end = template.end_tokens[0]
     for name, last in (("source", silent), ("naive", silent)):
-        log = answer_log.AnswerLog(module.served_path(tmp_path, name, "vllm-cpu-w4a16", 3))
+        log = answer_log.AnswerLog(module.served_path(tmp_path, name, "vllm-gpu-marlin", 3))
         for i in range(len(requests)):
             log.add("16", i, [[*(called if i else last), end], True])
     answers = {
         "called": [[called, True]] * len(requests),
         "lost": [[silent, True], *[[called, True]] * (len(requests) - 1)],
     }
-    document = {"members": {"vllm-cpu-w4a16": answers["lost"]}, "reference": answers["called"]}
+    document = {"members": {"vllm-marlin": answers["lost"]}, "reference": answers["called"]}
     module.files.write_json(tmp_path / "offline" / "naive.3.json", document)
-    row = module.compare(tmp_path, template, sample, "naive", "vllm-cpu-w4a16", "source")
-    assert row["agree"] == {"vllm-cpu-w4a16": len(requests)} and row["bf16"]["equal"] == len(
-        requests
-    )
+    row = module.compare(tmp_path, template, sample, "naive", "vllm-gpu-marlin", "source")
+    assert row["agree"] == {"vllm-marlin": len(requests)} and row["bf16"]["equal"] == len(requests)
     n = len(requests)
     assert row["bf16"]["served"]["tool_call"] == [n, 0, 0]
-    assert row["bf16"]["offline"]["vllm-cpu-w4a16"]["tool_call"] == [n, 1, 0]
+    assert row["bf16"]["offline"]["vllm-marlin"]["tool_call"] == [n, 1, 0]
     assert str(n) in module.line(row)

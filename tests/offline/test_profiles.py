@@ -23,7 +23,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from annie_quant import quantize  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.offline import codec, load, profiles, set_numerics  # noqa: E402
-from annie_quant.offline.emulation import RoundedSigmoid, SumOrder, emulate, sigmoid_in_steps  # noqa: E402
+from annie_quant.offline.emulation import RoundedSigmoid, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
@@ -206,28 +206,10 @@ def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
     assert not torch.equal(torch.sigmoid(x), torch.sigmoid(x).bfloat16().float())
 
 
-def test_a_sigmoid_in_steps_is_a_bfloat16_expression() -> None:
-    """numpy's bfloat16 rounds every operation, as C++'s does."""
-    b = np.linspace(-12, 12, 2001, dtype=np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
-    own = sigmoid_in_steps(torch.from_numpy(b))
-    assert own.dtype == torch.float32
-    assert np.array_equal(own.numpy(), steps_in_numpy(b))
-    assert (
-        float(sigmoid_in_steps(torch.tensor(5.6)))
-        == 1.0
-        > float(torch.sigmoid(torch.tensor(5.6)))
-        > 0.996
-    )
-    once = torch.from_numpy(b).sigmoid().bfloat16().float().numpy()
-    assert np.mean(once != own.numpy()) > 0.1, "three roundings are not one"
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("vllm-cutlass", lambda b: b.sigmoid()),
-        ("vllm-cpu", lambda b: torch.from_numpy(steps_in_numpy(b.numpy()))),
-        ("vllm-cpu-w4a16", lambda b: torch.from_numpy(steps_in_numpy(b.numpy()))),
         ("w4a4+bf16", lambda b: b.sigmoid().bfloat16().float()),
         ("float32", lambda b: b.sigmoid()),
     ],
@@ -255,13 +237,6 @@ def test_beta_is_rounded_as_the_profile_names_it(
         handle.remove()
     assert torch.equal(beta[0], expected(logit[0]))
     assert "forward" not in layer.__dict__
-
-
-def steps_in_numpy(b: np.ndarray) -> np.ndarray:
-    one = np.asarray(1, ml_dtypes.bfloat16)
-    return (one / (one + np.exp(-b.astype(np.float64)).astype(ml_dtypes.bfloat16))).astype(
-        np.float32
-    )
 
 
 def test_the_model_is_unchanged_afterwards(model) -> None:

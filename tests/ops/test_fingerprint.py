@@ -30,7 +30,6 @@ from annie_quant.core.errors import ServerError, UsageError  # noqa: E402
 from annie_quant.offline import fingerprint as offline  # noqa: E402
 from annie_quant.offline import load  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
-from annie_quant.offline.engine import Engine  # noqa: E402
 from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
@@ -161,33 +160,6 @@ def test_each_profile_is_named(models: tuple[Path, Path], name: str, style: str)
         finding, _, result = checks.check_server(url, *models)
     assert result.name == name, result.candidates
     assert finding.level == ("ok" if name == "vllm-cutlass" else "note") and name in finding.message
-
-
-@pytest.mark.usefixtures("short")
-def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path]) -> None:
-    """This small model does not separate them from a GPU's for sure; then the GPU's name comes first."""
-    engine = Engine(load(models[0], cache="float32", dtype=torch.float32))
-
-    def answer(prompt: list[int], n_tokens: int, n_best: int) -> list[tuple[int, dict[int, float]]]:
-        ids, steps = list(prompt), []
-        for _ in range(n_tokens):
-            (forward,) = engine.forwards([ids], [len(prompt) - 1])
-            best = torch.log_softmax(engine.logits(forward.hidden[0, -1]).float(), -1).topk(n_best)
-            steps.append(
-                (
-                    int(best.indices[0]),
-                    dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-                )
-            )
-            ids.append(steps[-1][0])
-        return steps
-
-    with emulate(engine.model, find_profile("vllm-cpu")), server(answer, "vllm") as url:
-        *_, result = checks.check_server(url, *models)
-    assert min(result.candidates, key=lambda c: c.difference).name == "vllm-cpu"
-    assert result.name == "vllm-cpu" or (
-        result.name == "vllm-cutlass" and "vllm-cpu" in result.also
-    )
 
 
 @pytest.mark.usefixtures("short")

@@ -67,8 +67,8 @@ from annie_quant.offline.prompts import Answered, Template, TurnRequest  # noqa:
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 SERVERS = {  # the server's name in files → the profile that predicts it
     "llama.cpp-cpu": "llama.cpp-cpu",
-    "vllm-cpu-w4a4": "vllm-cpu",
-    "vllm-cpu-w4a16": "vllm-cpu-w4a16",
+    "vllm-cpu-w4a4": "vllm-cutlass",
+    "vllm-cpu-w4a16": "vllm-marlin",
     "vllm-cpu-w4a4-float32": "w4a4",
     "vllm-cpu-w4a16-float32": "w4a16",
     "vllm-gpu-marlin": "vllm-marlin",

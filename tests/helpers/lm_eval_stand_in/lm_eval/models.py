@@ -1,1 +1,0 @@
-"""lm-eval registers its own models here."""

@@ -29,7 +29,7 @@ from annie_quant import documents, nvfp4
 from annie_quant.bench.findings import finding
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.host import machine_state
-from annie_quant.core.resume import JsonLines
+from annie_quant.core.resume import JsonLines, read_lines
 from annie_quant.documents import Confound, MachineSpan, MachineState, RequestRecord
 from annie_quant.gemm.arrays import DeviceArray, native, to_device
 from annie_quant.gemm.ops import Weight, w4a16
@@ -146,7 +146,7 @@ class Monitor:
 
     def __init__(self, folder: Path, restart: bool = False, on_gpu: bool = False) -> None:
         self.log = JsonLines(folder / FILE, restart=restart)
-        self.samples = _decode(folder, self.log.lines())
+        self.samples = self.log.values(_decode)
         self._probe: GpuProbe | CpuProbe | None = None
         self._on_gpu = on_gpu
         self._next_s = 0.0
@@ -176,14 +176,11 @@ def read_samples(folder: Path) -> list[Sample]:
     path = folder / FILE
     if not path.is_file():
         return []
-    content = path.read_bytes()
-    return _decode(folder, enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1))
+    return read_lines(path, _decode)
 
 
-def _decode(folder: Path, lines: Iterable[tuple[int, bytes]]) -> list[Sample]:
-    return [
-        documents.decode(Sample, line, f"{folder / FILE}: line {number}") for number, line in lines
-    ]
+def _decode(line: bytes, where: str) -> Sample:
+    return documents.decode(Sample, line, where)
 
 
 # ---- another state

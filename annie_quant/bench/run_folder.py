@@ -21,7 +21,7 @@ import msgspec
 from annie_quant import documents
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import replacing, sha256_text
-from annie_quant.core.resume import JsonLines
+from annie_quant.core.resume import JsonLines, read_lines
 from annie_quant.documents import BenchConfig, Inputs, RequestRecord, SentWorkload, WorkloadSettings
 from annie_quant.judge.workloads import Workload
 
@@ -114,7 +114,7 @@ class RecordLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._log = JsonLines(path)
         try:
-            self.rows = _decode(Path(path), self._log.lines())
+            self.rows = self._log.values(_decode)
         except BaseException:
             self._log.close()
             raise
@@ -141,8 +141,7 @@ def read_records(path: str | os.PathLike[str], every: bool = False) -> list[Requ
 
     every: return also those that were measured again. Raises EnvironmentFault that names the line for one that is not a record.
     """
-    content = Path(path).read_bytes()
-    rows = _decode(Path(path), enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1))
+    rows = read_lines(path, _decode)
     return rows if every else valid_records(rows)
 
 
@@ -152,10 +151,8 @@ def valid_records(rows: Sequence[RequestRecord]) -> list[RequestRecord]:
     return [row for index, row in enumerate(rows) if row.warmup or last[row.id] == index]
 
 
-def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:
-    return [
-        documents.decode_record(line, f"{path}: line {number}", _HINT) for number, line in lines
-    ]
+def _decode(line: bytes, where: str) -> RequestRecord:
+    return documents.decode_record(line, where, _HINT)
 
 
 UNANSWERED = "unanswered.jsonl"

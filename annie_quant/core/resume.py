@@ -1,6 +1,11 @@
-"""Resuming interrupted work: a folder, a JSON file and a JSON-lines log, each tied to the inputs they were made from.
+"""Resuming interrupted work. What was finished is stored under a key, any JSON value that describes all of its inputs.
 
-A key is any JSON value that describes all inputs. What was stored under another key is discarded, never mixed in.
+KeyedJson            one value in a file
+keyed_folder         a folder of files
+JsonLines            an append-only log, whose lines have their own keys
+
+Files are replaced atomically, lines are appended completely or not at all. What was stored under another key, and what a kill
+cut short, counts as not done; it is discarded, never mixed in.
 """
 
 from __future__ import annotations
@@ -11,12 +16,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import read_whole_json, take_lock, write_json
+
+T = TypeVar("T")
 
 KEY_FILE = "key.json"
 BLOCK_BYTES = 64 << 10
@@ -30,33 +37,13 @@ def launcher_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def plain_key(key: object) -> object:
-    """Return `key` as JSON reads it back, so that a tuple and a list, or a Path and its text, are equal."""
-    return json.loads(json.dumps(key, sort_keys=True, default=str))
-
-
-def keyed_folder(folder: Path, key: object, wait_s: float = 0.0) -> Path:
-    """Return `folder`, emptied first unless it was made for the same `key`.
-
-    wait_s: seconds to wait for another process, which makes the folder for this key.
-    """
-    key = plain_key(key)
-    deadline = time.monotonic() + wait_s
-    while read_whole_json(folder / KEY_FILE) != key:
-        if time.monotonic() < deadline:
-            time.sleep(0.1)
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_json(folder / KEY_FILE, key)
-    return folder
-
-
 class KeyedJson:
     """One JSON value in a file, valid for one key. A missing, torn or foreign file counts as no value."""
 
     def __init__(self, path: Path, key: object) -> None:
-        self.path, self._key = path, plain_key(key)
+        self.path = path
+        # As JSON reads it back, so that a tuple and a list, or a Path and its text, are equal.
+        self._key = json.loads(json.dumps(key, sort_keys=True, default=str))
 
     def load(self, default: object = None) -> Any:
         stored = read_whole_json(self.path)
@@ -66,6 +53,32 @@ class KeyedJson:
 
     def save(self, value: object) -> None:
         write_json(self.path, {"key": self._key, "value": value})
+
+
+def keyed_folder(folder: Path, key: object, wait_s: float = 0.0) -> Path:
+    """Return `folder`, emptied first unless it was made for the same `key`.
+
+    wait_s: seconds to wait for another process, which makes the folder for this key.
+    """
+    mark = KeyedJson(folder / KEY_FILE, key)
+    deadline = time.monotonic() + wait_s
+    while not mark.load(default=False):
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        mark.save(True)
+    return folder
+
+
+def read_lines(path: str | os.PathLike[str], decode: Callable[[bytes, str], T]) -> list[T]:
+    """Return the values of a log's complete lines; the file is not changed.
+
+    decode: called with each line and its place, for messages.
+    """
+    content = Path(path).read_bytes()
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [decode(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
 
 
 class JsonLines:
@@ -85,7 +98,8 @@ class JsonLines:
         restart: bool = False,
         private: bool = False,
     ) -> None:
-        self.path, self._sync = Path(path), sync
+        self.path = Path(path)
+        self._sync = sync
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +117,6 @@ class JsonLines:
         except BaseException:
             os.close(self._file)
             raise
-        self._earlier_bytes = self.size_bytes
 
     def _end_of_last_line(self) -> int:
         end = os.fstat(self._file).st_size
@@ -115,14 +128,14 @@ class JsonLines:
             end = start
         return 0
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (number from 1, line without its end) of everything that earlier runs wrote."""
-        with self.path.open("rb") as file:
-            yield from enumerate(file.read(self._earlier_bytes).splitlines(), 1)
+    def values(self, decode: Callable[[bytes, str], T]) -> list[T]:
+        """Return what the log has, as `read_lines` does."""
+        return read_lines(self.path, decode)
 
     def append(self, *lines: bytes) -> None:
         """Write encoded objects, one per line: all of them, or none where EnvironmentFault is raised."""
-        data, written = b"".join(line + b"\n" for line in lines), 0
+        data = b"".join(line + b"\n" for line in lines)
+        written = 0
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])

@@ -54,6 +54,11 @@ class JournalLine(msgspec.Struct, omit_defaults=True):
     failed: str = ""
 
 
+def _journal_line(line: bytes, where: str) -> JournalLine:
+    hint = "add --force to start again without its conversations"
+    return documents.decode(JournalLine, line, where, error=UsageError, hint=hint)
+
+
 def journal_path(output: Path) -> Path:
     return output.with_name(f".{output.name}.journal")
 
@@ -85,13 +90,7 @@ class Journal:
 
     def _continue(self, log: JsonLines, key: dict[str, object]) -> None:
         """Take over what an earlier run of the same settings stored."""
-        hint = "add --force to start again without its conversations"
-        first, *lines = [
-            documents.decode(
-                JournalLine, line, f"{log.path}, line {number}", error=UsageError, hint=hint
-            )
-            for number, line in log.lines()
-        ] or [JournalLine(key=key)]
+        first, *lines = log.values(_journal_line) or [JournalLine(key=key)]
         if not log.size_bytes:
             log.append(msgspec.json.encode(first))
         elif first.key != key:

@@ -181,23 +181,30 @@ class _Row(msgspec.Struct):
 
 
 def read_rows(rows: Rows) -> list[JsonObject]:
-    """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line."""
+    """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line.
+
+    A file that has not changed is read once; its rows are shared by all callers, and none of them changes a row.
+    """
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
     path = Path(rows)
-    if is_folder(path) or path.suffix in DATASET_SUFFIXES:
+    if is_folder(path):
         return dataset_rows(path)
+    hint = f"annie-quant data --persona annie --output {path}"
     try:
-        content = path.read_bytes()
+        status = path.stat()
+        return list(_rows_of_file(path, status.st_mtime_ns, status.st_size))
     except FileNotFoundError:
-        raise UsageError(
-            f"{path} does not exist", f"annie-quant data --persona annie --output {path}"
-        ) from None
+        raise UsageError(f"{path} does not exist", hint) from None
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}"
-        ) from error
-    content = content.removeprefix(codecs.BOM_UTF8)
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
+
+
+@functools.lru_cache(maxsize=2)
+def _rows_of_file(path: Path, modified_ns: int, size_bytes: int) -> Sequence[JsonObject]:
+    if path.suffix in DATASET_SUFFIXES:
+        return dataset_rows(path)
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         return dataset_rows(path)
     result: list[JsonObject] = []
@@ -206,12 +213,7 @@ def read_rows(rows: Rows) -> list[JsonObject]:
             continue
         try:
             row = decode_json(line)
-            if (
-                not result
-                and isinstance(row, dict)
-                and "messages" not in row
-                and LOG_KEYS & row.keys()
-            ):
+            if not result and _is_of_log(row):
                 return dataset_rows(path)
             msgspec.convert(row, _Row)
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
@@ -221,6 +223,11 @@ def read_rows(rows: Rows) -> list[JsonObject]:
             ) from None
         result.append(row)
     return result
+
+
+def _is_of_log(row: object) -> bool:
+    """Return whether a line has a conversation in the form of a log (data/logs.py)."""
+    return isinstance(row, dict) and "messages" not in row and bool(LOG_KEYS & row.keys())
 
 
 def dataset_rows(path: Path) -> list[JsonObject]:

@@ -62,16 +62,21 @@ class StoredAnswer(msgspec.Struct):
     finished: bool
 
 
+def _stored_answer(line: bytes, where: str) -> StoredAnswer | None:
+    """Return the answer of a line; None for a line that is not one, which counts as no answer."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(line, type=StoredAnswer)
+    return None
+
+
 class AnswerCache:
     """Greedy answers in a JSON-lines file, written after every 512, so that a killed run resumes."""
 
     def __init__(self, path: Path) -> None:
         self.log = JsonLines(path, sync=True)
         self.answers: dict[str, Completion] = {}
-        for _, line in self.log.lines():
-            with contextlib.suppress(msgspec.DecodeError):
-                stored = msgspec.json.decode(line, type=StoredAnswer)
-                self.answers[stored.key] = Completion(stored.tokens, stored.finished)
+        for stored in filter(None, self.log.values(_stored_answer)):
+            self.answers[stored.key] = Completion(stored.tokens, stored.finished)
 
     def add(self, answers: dict[str, Completion]) -> None:
         self.answers |= answers

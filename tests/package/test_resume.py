@@ -32,11 +32,14 @@ def test_a_partial_last_line_is_dropped_and_the_log_continues(tmp_path):
         log.append(b'{"n":1}', b'{"n":2}')
     path.write_bytes(path.read_bytes() + b'{"n":')
     with JsonLines(path, sync=True) as log:
-        assert list(log.lines()) == [(1, b'{"n":1}'), (2, b'{"n":2}')]
+        assert log.values(lambda *line: line) == [
+            (b'{"n":1}', f"{path}: line 1"),
+            (b'{"n":2}', f"{path}: line 2"),
+        ]
         log.append(b'{"n":3}')
     assert path.read_bytes() == b'{"n":1}\n{"n":2}\n{"n":3}\n'
     with JsonLines(path, restart=True) as log:
-        assert list(log.lines()) == []
+        assert log.values(lambda *line: line) == []
 
 
 def test_an_exclusive_log_is_refused_to_a_second_writer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the mark with the help of all commands."""
     if MARK not in markdown:
         return markdown
-    import click
+    from rich.console import Console
 
-    from annie_quant.cli import cli
+    from annie_quant.cli import COMMANDS, app
 
+    app.help_formatter = "plain"
     parts = []
-    for name, command in cli.commands.items():
-        context = click.Context(command, info_name=f"annie-quant {name}", max_content_width=100)
-        parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```")
+    for name in COMMANDS:
+        console = Console(file=io.StringIO(), width=100)
+        app.help_print([name], console=console)
+        parts.append(f"## {name}\n\n```text\n{console.file.getvalue()}\n```")
     return markdown.replace(MARK, "\n\n".join(parts))

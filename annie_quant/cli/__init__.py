@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
-import click
+import cyclopts
 
 from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
 from annie_quant.cli.terminal import (
@@ -17,73 +17,78 @@ from annie_quant.cli.terminal import (
     emit,
     stop_signals_raise,
 )
-from annie_quant.core.errors import AnnieError
+from annie_quant.core.errors import AnnieError, UsageError
 
 
-class Commands(click.Group):
-    """Lists commands in the order in which they are used, each with its whole first sentence (click cuts at the line's end)."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, each.get_short_help_str(limit=500)) for name, each in self.commands.items()]
-            )
+def describe_default(value: object) -> str | None:
+    """Return a default for the help; None for one that says nothing."""
+    if value is None or value is False or value == "" or value == ():
+        return None
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-@click.group(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    invoke_without_command=True,
+app = cyclopts.App(
+    name="annie-quant",
+    help="Quantize fine-tuned Qwen3.5 to NVFP4, verify its behaviour, serve it, time it, report.",
+    help_flags=["-h", "--help"],
+    help_format="plaintext",
+    version_flags=[],
+    default_parameter=cyclopts.Parameter(negative=(), show_default=describe_default),
+    suppress_keyboard_interrupt=False,
+    result_action="return_value",
 )
-@click.option("--version", "show_version", is_flag=True, help="Print the version and exit.")
-@click.option(
-    "--verbose",
-    is_flag=True,
-    help="With --version: also what is installed, and how to install the rest.",
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="With --version: the same as one JSON object."
-)
-@click.pass_context
-def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool) -> None:
-    """Quantize fine-tuned Qwen3.5 to NVFP4, verify its behaviour, serve it, time it, report."""
+
+
+@app.default
+def root(
+    *,
+    show_version: Annotated[bool, cyclopts.Parameter(name="--version")] = False,
+    verbose: bool = False,
+    as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False,
+) -> None:
+    """Quantize fine-tuned Qwen3.5 to NVFP4, verify its behaviour, serve it, time it, report.
+
+    Parameters
+    ----------
+    show_version
+        Print the version and exit.
+    verbose
+        With --version: also what is installed, and how to install the rest.
+    as_json
+        With --version: the same as one JSON object.
+    """
     if show_version:
         doctor.show_version(verbose, as_json)
-        context.exit()
-    if verbose or as_json:
-        raise click.UsageError(
-            "--verbose and --json need --version, or follow a command that has them"
-        )
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+    elif verbose or as_json:
+        raise UsageError("--verbose and --json need --version, or follow a command that has them")
+    else:
+        app.help_print()
 
 
-for each in (
-    quantize.demo,
-    data.record_command,
-    data.init,
-    data.data,
-    quantize.quantize,
-    checkpoint.audit,
-    checkpoint.convert,
-    checkpoint.compare,
-    checkpoint.evaluate,
-    checkpoint.retention,
-    quantize.search,
-    quantize.serve,
-    doctor.doctor,
-    doctor.validate_gpu,
-    bench.bench,
-    bench.attribute,
-    report.report,
-    report.export,
-    report.publish,
-    report.explain,
-):
-    cli.add_command(each)
+# In the order in which they are used.
+COMMANDS = {
+    "demo": quantize.demo,
+    "record": data.record_command,
+    "init": data.init,
+    "data": data.data,
+    "quantize": quantize.quantize,
+    "audit": checkpoint.audit,
+    "convert": checkpoint.convert,
+    "compare": checkpoint.compare,
+    "eval": checkpoint.evaluate,
+    "search": quantize.search,
+    "serve": quantize.serve,
+    "doctor": doctor.doctor,
+    "validate-gpu": doctor.validate_gpu,
+    "bench": bench.bench,
+    "attribute": bench.attribute,
+    "report": report.report,
+    "export": report.export,
+    "publish": report.publish,
+    "explain": report.explain,
+}
+for position, (name, function) in enumerate(COMMANDS.items()):
+    app.command(function, name=name, sort_key=position)
 
 
 def main() -> None:
@@ -92,31 +97,33 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # so spelled: ops/llama_cpp.py
     stop_signals_raise()
     clean_library_messages()
+    words = sys.argv[1:]
     try:
-        cli.main(standalone_mode=False)
+        app(words, exit_on_error=False, print_error=False)
     except AnnieError as error:
         if os.environ.get("ANNIE_QUANT_TRACEBACK"):
             raise
         hint = error.hint
-        if isinstance(code := getattr(error, "code", None), str):
+        code = getattr(error, "code", None)
+        if isinstance(code, str):
             hint = f"{hint} (annie-quant explain {code})" if hint else f"annie-quant explain {code}"
-        console.error(error.message, hint)
-        _emit_error(error.message, hint, error.exit_code)
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        _emit_error(error.format_message(), "", 2)
-        sys.exit(2)
-    except (click.Abort, KeyboardInterrupt) as error:
-        cause = error.__cause__ if isinstance(error, click.Abort) else error
-        if isinstance(cause, EOFError):  # click takes it for the end of the terminal's input
-            _report(cause)
+        _fail(error.message, hint, error.exit_code)
+    except cyclopts.CycloptsError as error:
+        command = next((word for word in words if word in COMMANDS), "")
+        _fail(str(error), f"annie-quant {command} --help".replace("  ", " "), UsageError.exit_code)
+    except KeyboardInterrupt as interrupt:
         console.error("interrupted; finished work is saved", "run the same command again to resume")
-        if isinstance(cause, Stopped):
-            cause.end_process()
+        if isinstance(interrupt, Stopped):
+            interrupt.end_process()
         sys.exit(130)
     except Exception as error:
         _report(error)
+
+
+def _fail(message: str, hint: str, exit_code: int) -> NoReturn:
+    console.error(message, hint)
+    _emit_error(message, hint, exit_code)
+    sys.exit(exit_code)
 
 
 def _emit_error(message: str, hint: str, exit_code: int) -> None:

@@ -10,11 +10,12 @@ import shlex
 import sys
 import urllib.parse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
 import msgspec
+from cyclopts import Parameter, validators
 
 import annie_quant
 from annie_quant.cli import options as opt
@@ -34,63 +35,68 @@ MOST_CONVERSATIONS = 10_000
 LADDER_PROMPTS = 25  # per level, with --n 0
 
 
-class BenchOptions(opt.Sides, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(opt.Sides):
     """Options of `annie-quant bench`.
 
-    backend_a: A name for the figures, and the server.
-    backend_b: A second server.
-    aa: Measure backend A against itself: the noise floor.
-    warmup: Requests per workload that are not counted.
-    runs: Measurements per prompt.
-    n: Prompts per gate (52 without a lost answer decide a gate, with lost ones more); 0: all.
-    concurrency: Requests in flight; several loads: "1,8".
-    rates: Additional loads in arrivals per second (Poisson, open loop): "0.5,2".
-    prefix_cache: off: ask each server not to reuse earlier prompts.
-    budget_s: Stop after this many seconds; the same command resumes.
-    noise_share: With --runs 1: share of the prompts that is measured twice, for the noise floor.
-    sustain_s: Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers'
-        memory.
-    stop_early: Stop when all gates and comparisons are decided.
-    watch: An earlier run: exit 1 on a significant loss.
-    reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
-        there).
-    replay: Chat logs: their conversations, turn by turn, with the logged results of tools; or WEKA's traces of agents,
-        with their waits; repeatable.
-    trace: A trace (Mooncake, WEKA, OpenTelemetry), or a log with times: its requests at their recorded times.
-    trace_speed: How many times as fast the trace runs: "1,4".
-    trace_n: Requests of the trace.
-    ladder: Find the level at which a side breaks: tools (5 to 52), tokens (0 to 131,072, as far as the server's context
-        goes), poisoned (after malformed calls), steps (chains of 12 calls); --n prompts per level, --runs for pass^k.
-    endpoint_a: API of backend A: chat, completions, responses, messages or ollama.
-    endpoint_b: API of backend B.
-    seed: Of the choice and order of the prompts.
-    output: Run directory; an interrupted run resumes from it.
+    Attributes:
+        backend_a: A name for the figures, and the server.
+        backend_b: A second server.
+        aa: Measure backend A against itself: the noise floor.
+        warmup: Requests per workload that are not counted.
+        runs: Measurements per prompt.
+        n: Prompts per gate (52 without a lost answer decide a gate, with lost ones more); 0: all.
+        concurrency: Requests in flight; several loads: "1,8".
+        rates: Additional loads in arrivals per second (Poisson, open loop): "0.5,2".
+        prefix_cache: off: ask each server not to reuse earlier prompts.
+        budget_s: Stop after this many seconds; the same command resumes.
+        noise_share: With --runs 1: share of the prompts that is measured twice, for the noise floor.
+        sustain_s: Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers'
+            memory.
+        stop_early: Stop when all gates and comparisons are decided.
+        watch: An earlier run: exit 1 on a significant loss.
+        reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
+            there).
+        replay: Chat logs: their conversations, turn by turn, with the logged results of tools; or WEKA's traces of agents,
+            with their waits; repeatable.
+        trace: A trace (Mooncake, WEKA, OpenTelemetry), or a log with times: its requests at their recorded times.
+        trace_speed: How many times as fast the trace runs: "1,4".
+        trace_n: Requests of the trace.
+        ladder: Find the level at which a side breaks: tools (5 to 52), tokens (0 to 131,072, as far as the server's context
+            goes), poisoned (after malformed calls), steps (chains of 12 calls); --n prompts per level, --runs for pass^k.
+        endpoint_a: API of backend A: chat, completions, responses, messages or ollama.
+        endpoint_b: API of backend B.
+        seed: Of the choice and order of the prompts.
+        output: Run directory; an interrupted run resumes from it.
     """
 
-    backend_a: Annotated[tuple[str, str], opt.Option(metavar="NAME URL")]
-    backend_b: Annotated[tuple[str, str] | None, opt.Option(metavar="NAME URL")] = None
+    backend_a: tuple[str, str]
+    backend_b: tuple[str, str] | None = None
     aa: bool = False
     warmup: int = 2
     runs: int = 5
-    n: Annotated[int, opt.Option(least=0)] = 25
+    n: Annotated[int, opt.at_least(0)] = 25
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
-    concurrency: Annotated[tuple[int, ...], opt.Option(listed=True)] = (1,)
-    rates: Annotated[tuple[float, ...], opt.Option(name="rate", listed=True)] = ()
+    concurrency: Annotated[tuple[int, ...], opt.COMMA_SEPARATED] = (1,)
+    rates: Annotated[
+        tuple[float, ...], Parameter(name="--rate", converter=opt.split_at_commas, n_tokens=1)
+    ] = ()
     prefix_cache: Literal["warm", "off"] = "warm"
     budget_s: float | None = None
-    noise_share: Annotated[float, opt.Option(type=click.FloatRange(0, 1))] = 0.1
-    sustain_s: Annotated[float | None, opt.Option(least=1)] = None
+    noise_share: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=1))] = 0.1
+    sustain_s: Annotated[float | None, opt.at_least(1)] = None
     stop_early: bool = False
     watch: Path | None = None
     reference_run: Path | None = None
     replay: tuple[Path, ...] = ()
     trace: Path | None = None
-    trace_speed: Annotated[tuple[float, ...], opt.Option(listed=True)] = (1,)
-    trace_n: Annotated[int, opt.Option(least=1)] = 200
-    ladder: Annotated[tuple[str, ...], opt.Option(metavar="AXES", listed=True)] = ()
-    endpoint_a: Annotated[str, opt.Option(metavar="API")] = "chat"
-    endpoint_b: Annotated[str, opt.Option(metavar="API")] = "chat"
+    trace_speed: Annotated[tuple[float, ...], opt.COMMA_SEPARATED] = (1,)
+    trace_n: Annotated[int, opt.at_least(1)] = 200
+    ladder: Annotated[tuple[str, ...], opt.COMMA_SEPARATED] = ()
+    endpoint_a: str = "chat"
+    endpoint_b: str = "chat"
     key_env: opt.KeyVariable = None
     seed: int = 0
     output: Path
@@ -115,7 +121,6 @@ SETTINGS = (
 )
 
 
-@opt.command(BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Time one or two OpenAI-compatible servers with the same prompts, interleaved.
 
@@ -129,7 +134,7 @@ def bench(options: BenchOptions) -> None:
 
     output, stored = options.output, options.watch
     if options.aa and options.backend_b:
-        raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
+        raise UsageError("--aa measures backend A against itself: remove --backend-b")
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(
             f"--watch {stored}: it has no bench.json",
@@ -241,44 +246,46 @@ def local_process(url: str) -> dict[str, int]:
     return {} if pid is None else {"pid": pid}
 
 
-class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AttributeOptions:
     """Options of `annie-quant attribute`.
 
-    checkpoint: The suspect's weights: a folder, or a GGUF file for llama.cpp.
-    reference: Weights that are taken for right: bf16.
-    runtime: vllm, sglang or llama.cpp.
-    use: Recipe of vLLM or SGLang. Default: the newest.
-    server_cmd: Starts a server; {port} and {FACTOR} are replaced.
-    urls: Two running servers.
-    suspect: A value that is suspected; repeatable.
-    trusted: The value to compare with; repeatable.
-    n: Prompts per gate; 0: all.
-    arms: Settings to measure at most.
-    timeout_s: Limit of one request, in seconds.
-    seed: Of the choice and order of the prompts.
-    output: Run directory; the same command resumes from it.
+    Attributes:
+        checkpoint: The suspect's weights: a folder, or a GGUF file for llama.cpp.
+        reference: Weights that are taken for right: bf16.
+        runtime: vllm, sglang or llama.cpp.
+        use: Recipe of vLLM or SGLang. Default: the newest.
+        server_cmd: Starts a server; {port} and {FACTOR} are replaced.
+        urls: Two running servers.
+        suspect: A value that is suspected; repeatable.
+        trusted: The value to compare with; repeatable.
+        n: Prompts per gate; 0: all.
+        arms: Settings to measure at most.
+        timeout_s: Limit of one request, in seconds.
+        seed: Of the choice and order of the prompts.
+        output: Run directory; the same command resumes from it.
     """
 
     checkpoint: Path | None = None
     reference: Path | None = None
     runtime: str = "llama.cpp"
-    use: Annotated[str | None, opt.Option(metavar="RECIPE")] = None
-    server_cmd: Annotated[str | None, opt.Option(metavar="CMD")] = None
-    urls: Annotated[tuple[str, str] | None, opt.Option(metavar="TRUSTED SUSPECT")] = None
-    suspect: Annotated[tuple[str, ...], opt.Option(metavar="FACTOR=VALUE")] = ()
-    trusted: Annotated[tuple[str, ...], opt.Option(metavar="FACTOR=VALUE")] = ()
+    use: str | None = None
+    server_cmd: str | None = None
+    urls: tuple[str, str] | None = None
+    suspect: tuple[str, ...] = ()
+    trusted: tuple[str, ...] = ()
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
-    n: Annotated[int, opt.Option(least=0)] = 25
-    arms: Annotated[int, opt.Option(least=4)] = 12
-    timeout_s: Annotated[float, opt.Option(least=1)] = 120.0
+    n: Annotated[int, opt.at_least(0)] = 25
+    arms: Annotated[int, opt.at_least(4)] = 12
+    timeout_s: Annotated[float, opt.at_least(1)] = 120.0
     key_env: opt.KeyVariable = None
     seed: int = 0
     output: Path
     as_json: opt.AsJson = False
 
 
-@opt.command(AttributeOptions)
 def attribute(options: AttributeOptions) -> None:
     """Find out which setting breaks a served model's answers.
 
@@ -319,7 +326,7 @@ def target_of(options: AttributeOptions) -> Target:
     if (options.checkpoint is not None) + (options.server_cmd is not None) + (
         options.urls is not None
     ) != 1:
-        raise click.UsageError("give one of --checkpoint, --server-cmd and --urls")
+        raise UsageError("give one of --checkpoint, --server-cmd and --urls")
     if options.server_cmd is not None:
         return servers.CommandTarget(options.server_cmd, trusted, suspect)
     if options.urls is not None:

@@ -1,24 +1,24 @@
 """`annie-quant audit`, `convert` and `compare`: check and repair a checkpoint, write another form, compare with its source.
 
 `annie-quant eval`: compare a checkpoint with its bf16 reference, without a server.
-
-`annie-quant retention`: a quantized model's scores next to bf16's, from two runs of lm-eval.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import click
 import msgspec
+from cyclopts import Parameter
 from msgspec import UNSET
 
 import annie_quant
 from annie_quant.cli import options as opt
 from annie_quant.cli import tables
 from annie_quant.cli.terminal import console, emit, quiet_engines, refuse_stale_prompt
+from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Audit, Evaluation, TensorRow
 
@@ -36,18 +36,20 @@ COLUMNS = (
 )
 
 
-class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
     """Options of `annie-quant audit`.
 
-    source: The bf16 checkpoint it was made from: adds the error per tensor.
-    repair: Write a repaired copy next to it, then audit the copy.
-    output: With --repair: folder of the copy.
-    names: With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new).
-    force: With --repair: replace an existing output.
-    tensors: Also print one line per tensor.
+    Attributes:
+        source: The bf16 checkpoint it was made from: adds the error per tensor.
+        repair: Write a repaired copy next to it, then audit the copy.
+        output: With --repair: folder of the copy.
+        names: With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new).
+        force: With --repair: replace an existing output.
+        tensors: Also print one line per tensor.
     """
 
-    checkpoint: Annotated[Path, opt.Argument()]
     source: Path | None = None
     repair: bool = False
     output: Path | None = None
@@ -57,12 +59,11 @@ class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: opt.AsJson = False
 
 
-@opt.command(AuditOptions)
-def audit(options: AuditOptions) -> None:
+def audit(checkpoint: Path, /, *, options: AuditOptions = AuditOptions()) -> None:
     """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any."""
-    checkpoint, source = options.checkpoint, options.source
+    source = options.source
     if not options.repair and (options.output or options.names or options.force):
-        raise click.UsageError("--output, --names and --force need --repair")
+        raise UsageError("--output, --names and --force need --repair")
     repaired = None
     if options.repair:
         with console.task("repair"):
@@ -145,15 +146,17 @@ def _cell(value: object) -> str:
     )
 
 
-class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
     """Options of `annie-quant convert`.
 
-    to: Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.
-    type: GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.
-    output: Folder, or file for GGUF. Default: in the checkpoint's parent folder.
+    Attributes:
+        to: Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.
+        type: GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.
+        output: Folder, or file for GGUF. Default: in the checkpoint's parent folder.
     """
 
-    checkpoint: Annotated[Path, opt.Argument()]
     to: Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"]
     type: str | None = None
     output: Path | None = None
@@ -161,21 +164,24 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: opt.AsJson = False
 
 
-@opt.command(ConvertOptions)
-def convert(options: ConvertOptions) -> None:
+def convert(checkpoint: Path, /, *, options: ConvertOptions) -> None:
     """Convert a checkpoint to another dialect, or write it as GGUF."""
-    source, output, force = options.checkpoint, options.output, options.force
     with console.task(f"convert to {options.to}") as step:
         if options.to == "hf":
             if options.type:
-                raise click.UsageError("--type is for GGUF: --to hf writes bf16 numbers")
+                raise UsageError("--type is for GGUF: --to hf writes bf16 numbers")
             quiet_engines()
             from annie_quant.offline.loading import convert_gguf
 
-            result = convert_gguf(source, output, force, step)
+            result = convert_gguf(checkpoint, options.output, options.force, step)
         else:
             result = annie_quant.checkpoint.convert(
-                source, to=options.to, output=output, type=options.type, force=force, progress=step
+                checkpoint,
+                to=options.to,
+                output=options.output,
+                type=options.type,
+                force=options.force,
+                progress=step,
             )
     if options.as_json:
         emit(result)
@@ -185,27 +191,25 @@ def convert(options: ConvertOptions) -> None:
         console.note(f"lost in conversion: {line}")
 
 
-class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
     """Options of `annie-quant compare`.
 
-    worst: Tensors with the largest error to list per form.
-    plot: Also draw a plot: a file named .svg, .png or .pdf.
+    Attributes:
+        worst: Tensors with the largest error to list per form.
+        plot: Also draw a plot: a file named .svg, .png or .pdf.
     """
 
-    source: Annotated[Path, opt.Argument()]
-    forms: Annotated[tuple[Path, ...], opt.Argument()]
     worst: int = 3
     plot: Path | None = None
     as_json: opt.AsJson = False
 
 
-@opt.command(CompareOptions)
-def compare(options: CompareOptions) -> None:
+def compare(source: Path, /, *forms: Path, options: CompareOptions = CompareOptions()) -> None:
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
     with console.task("compare"):
-        comparison = annie_quant.checkpoint.compare(
-            options.source, annie_quant.checkpoint.labels(options.forms)
-        )
+        comparison = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
         if options.plot:
             comparison.plot(options.plot)
     if options.as_json:
@@ -217,32 +221,33 @@ def compare(options: CompareOptions) -> None:
             console.note(f"  worst: {row.tensor} {row.format} rel-L2 {row.rel_l2:.4f}")
 
 
-class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
     """Options of `annie-quant eval`.
 
-    reference: The bf16 checkpoint.
-    numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu,
-        llama.cpp-blackwell (docs/numerics.md).
-    calib_data: Conversations whose assistant tokens are also scored.
-    rows: Answers per batch.
-    output: JSON file to write.
+    Attributes:
+        reference: The bf16 checkpoint.
+        numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
+            llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
+        calib_data: Conversations whose assistant tokens are also scored.
+        rows: Answers per batch.
+        output: JSON file to write.
     """
 
-    checkpoint: Annotated[Path, opt.Argument()]
     reference: Path
     n: opt.PerGate = 100
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
-    numerics: Annotated[tuple[str, ...], opt.Option(listed=True)] = ("w4a4", "w4a16")
+    numerics: Annotated[tuple[str, ...], opt.COMMA_SEPARATED] = ("w4a4", "w4a16")
     calib_data: Path | None = None
-    rows: Annotated[int, opt.Option(least=1)] = 128
+    rows: Annotated[int, opt.at_least(1)] = 128
     output: Path | None = None
     allow_prompt_mismatch: opt.AllowMismatch = False
     as_json: opt.AsJson = False
 
 
-@opt.command(EvalOptions, "eval")
-def evaluate(options: EvalOptions) -> None:
+def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
 
     Exit code 1 if the checkpoint loses what the reference does, is fragile, its export is broken, or it was not made from the
@@ -262,7 +267,11 @@ def evaluate(options: EvalOptions) -> None:
         n_per_gate=options.n,
         extends=True,
         conversations=read_conversations(options.calib_data) if options.calib_data else (),
-        **opt.picked(options, "checkpoint", "reference", "numerics", "output", "rows"),
+        checkpoint=checkpoint,
+        reference=options.reference,
+        numerics=options.numerics,
+        output=options.output,
+        rows=options.rows,
     )
     if mismatch := check_checkpoint(job.checkpoint, job.workloads, options.allow_prompt_mismatch):
         console.note(mismatch)
@@ -304,32 +313,3 @@ def summary_lines(result: Evaluation) -> list[str]:
             if min(passes) != max(passes):
                 ranges[name].append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
     return render_text("evaluation.txt", result=result, members=members, ranges=ranges).splitlines()
-
-
-class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `annie-quant retention`.
-
-    seed: Of the bootstrap.
-    """
-
-    bf16_run: Annotated[Path, opt.Argument()]
-    quantized_run: Annotated[Path, opt.Argument()]
-    seed: int = 0
-    as_json: opt.AsJson = False
-
-
-@opt.command(RetentionOptions)
-def retention(options: RetentionOptions) -> None:
-    """Compare two lm-eval runs sample by sample: what the quantized model keeps of bf16's scores.
-
-    The runs are folders of lm-eval's --output_path, made with --log_samples (examples/lm_eval_scores.py).
-    """
-    from annie_quant.judge import retention as table
-
-    result = table.compare_runs(options.bf16_run, options.quantized_run, options.seed)
-    if options.as_json:
-        emit(result)
-        return
-    console.print_lines(list(table.lines(result)))
-    for line in table.summary(result):
-        console.note(line)

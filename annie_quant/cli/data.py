@@ -8,43 +8,47 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import click
 import msgspec
+from cyclopts import Parameter, validators
 
-from annie_quant.cli.options import AsJson, Option, command, picked
+from annie_quant.cli import options as opt
+from annie_quant.cli.options import AsJson, picked
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 
-FILE = click.Path(path_type=Path, exists=True)
-FILE_OR_STDIN = click.Path(path_type=Path, allow_dash=True)
-POSITIVE = click.FloatRange(0, min_open=True)
+EXISTING = Parameter(validator=validators.Path(exists=True))
 MaskPersonal = Annotated[
-    bool, Option("Mask email addresses, phone and card numbers, and names that users state.")
+    bool,
+    Parameter(help="Mask email addresses, phone and card numbers, and names that users state."),
 ]
-MaskWord = Annotated[tuple[str, ...], Option("Mask this text; repeatable.", metavar="WORD")]
+MaskWord = Annotated[tuple[str, ...], Parameter(help="Mask this text; repeatable.")]
 
 
-class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
     """Options of `annie-quant data`.
 
-    persona: A built-in persona or a JSON file.
-    teacher: Writer of the answers: claude-cli, openai, offline.
-    n: Conversations, evenly over the persona's categories.
-    seed: Of the offline teacher's draws.
-    split: Purpose of the conversations; prompts of gates are excluded from the other two splits.
-    apart_from: A file whose prompts are excluded; repeatable.
-    teacher_model: Model of the teacher. Default for claude-cli: claude-opus-4-6.
-    url: Endpoint of --teacher openai. Default: OPENAI_BASE_URL.
-    batch_size: Conversations per batch.
-    timeout: Time limit of a batch, in seconds.
-    max_budget_usd: Stop when this amount is spent, including resumed runs.
-    output: JSON lines, one conversation per line.
-    check: Only validate the conversations in --output.
-    force: Replace a finished set, and discard an unfinished one.
+    Attributes:
+        persona: A built-in persona or a JSON file.
+        teacher: Writer of the answers: claude-cli, openai, offline.
+        n: Conversations, evenly over the persona's categories.
+        seed: Of the offline teacher's draws.
+        split: Purpose of the conversations; prompts of gates are excluded from the other two splits.
+        apart_from: A file whose prompts are excluded; repeatable.
+        teacher_model: Model of the teacher. Default for claude-cli: claude-opus-4-6.
+        url: Endpoint of --teacher openai. Default: OPENAI_BASE_URL.
+        batch_size: Conversations per batch.
+        timeout: Time limit of a batch, in seconds.
+        max_budget_usd: Stop when this amount is spent, including resumed runs.
+        output: JSON lines, one conversation per line.
+        check: Only validate the conversations in --output.
+        force: Replace a finished set, and discard an unfinished one.
     """
 
     persona: str = "annie"
@@ -52,7 +56,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 500
     seed: int = 0
     split: Literal["train", "calibration", "gate"] = "calibration"
-    apart_from: Annotated[tuple[Path, ...], Option(type=FILE)] = ()
+    apart_from: Annotated[tuple[Path, ...], EXISTING] = ()
     teacher_model: str | None = None
     url: str | None = None
     batch_size: int = 10
@@ -64,8 +68,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-@command(DataOptions)
-def data(options: DataOptions) -> None:
+def data(options: DataOptions = DataOptions()) -> None:
     """Make conversations with a teacher, or validate existing ones. Exit code 1 if they are too few or not valid."""
     from annie_quant import data as conversations
 
@@ -101,21 +104,24 @@ def data(options: DataOptions) -> None:
     sys.exit(0 if result.ok else 1)
 
 
-class InitOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
     """Options of `annie-quant init`.
 
-    prompt: System prompt: a text file; - is stdin.
-    tools: OpenAI function tools: a JSON file; - is stdin.
-    logs: Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.
-    name: The assistant's name. Default: Assistant.
-    fill: Also make prompts and conversations from the tools' schemas.
-    seed: Of the sample of the logs, and of generated prompts.
-    output: Folder to write.
-    force: Replace a folder that init has made.
+    Attributes:
+        prompt: System prompt: a text file; - is stdin.
+        tools: OpenAI function tools: a JSON file; - is stdin.
+        logs: Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.
+        name: The assistant's name. Default: Assistant.
+        fill: Also make prompts and conversations from the tools' schemas.
+        seed: Of the sample of the logs, and of generated prompts.
+        output: Folder to write.
+        force: Replace a folder that init has made.
     """
 
-    prompt: Annotated[Path | None, Option(type=FILE_OR_STDIN)] = None
-    tools: Annotated[Path | None, Option(type=FILE_OR_STDIN)] = None
+    prompt: Path | None = None
+    tools: Path | None = None
     logs: tuple[Path, ...] = ()
     name: str = ""
     fill: bool = False
@@ -127,7 +133,6 @@ class InitOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-@command(InitOptions)
 def init(options: InitOptions) -> None:
     """Make persona.json, workloads/ and calibration.jsonl from a system prompt, tools and logs.
 
@@ -136,7 +141,7 @@ def init(options: InitOptions) -> None:
     from annie_quant.data.init_folder import Sources, initialize
 
     if options.prompt == options.tools == Path("-"):
-        raise click.UsageError("--prompt - and --tools - cannot both read stdin")
+        raise UsageError("--prompt - and --tools - cannot both read stdin")
     output = options.output
     sources = Sources(
         prompt=read_text(options.prompt) if options.prompt else None,
@@ -203,29 +208,31 @@ def read_tools(path: Path) -> list[JsonObject]:
     return list(definitions.values())
 
 
-class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
     """Options of `annie-quant record`.
 
-    upstream: The OpenAI-compatible server to pass requests on to.
-    output: JSON lines; an existing file grows.
-    port: 0: any free port.
-    host: Address to listen at; others than this machine's are noted.
-    minutes: Stop after this time. Default: at Ctrl-C.
-    max_mb: Limit of the file's size.
+    Attributes:
+        upstream: The OpenAI-compatible server to pass requests on to.
+        output: JSON lines; an existing file grows.
+        port: 0: any free port.
+        host: Address to listen at; others than this machine's are noted.
+        minutes: Stop after this time. Default: at Ctrl-C.
+        max_mb: Limit of the file's size.
     """
 
-    upstream: Annotated[str, Option(metavar="URL")]
+    upstream: str
     output: Path = Path("recorded.jsonl")
-    port: Annotated[int, Option(type=click.IntRange(0, 65535))] = 8100
+    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8100
     host: str = "127.0.0.1"
-    minutes: Annotated[float | None, Option(type=POSITIVE)] = None
-    max_mb: Annotated[float, Option(type=POSITIVE)] = 1000
+    minutes: Annotated[float | None, opt.POSITIVE] = None
+    max_mb: Annotated[float, opt.POSITIVE] = 1000
     mask_personal: MaskPersonal = False
     mask_word: MaskWord = ()
     as_json: AsJson = False
 
 
-@command(RecordOptions, "record")
 def record_command(options: RecordOptions) -> None:
     """Record real chats: a proxy between your clients and an OpenAI-compatible server.
 

@@ -15,16 +15,15 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import click
-import msgspec
+from cyclopts import Parameter
 
 import annie_quant
 from annie_quant import __version__
-from annie_quant.cli.options import AsJson, KeyVariable, Option, command
+from annie_quant.cli.options import AsJson, KeyVariable
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines
 from annie_quant.core import native
 from annie_quant.core.errors import EnvironmentFault, UsageError
@@ -39,21 +38,24 @@ if TYPE_CHECKING:
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
 
-class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
     """Options of `annie-quant doctor`.
 
-    log: A server's log, compared with the known errors.
-    server: A running server: did it load --checkpoint, and which arithmetic does it run?
-    checkpoint: The folder that --server serves.
-    reference: The bf16 checkpoint that it was made from: recognises a server of that one.
-    load_report: What vLLM wrote with ANNIE_QUANT_VLLM_REPORT=FILE: each tensor's use, each layer's kernel.
-    images: With --server: ask it for the colours of two small generated images.
-    measure: Measure reachable bandwidth and launch cost, for predictions and quantize --device.
-    output: With --measure: the device file. Default: where predictions look for it.
+    Attributes:
+        log: A server's log, compared with the known errors.
+        server: A running server: did it load --checkpoint, and which arithmetic does it run?
+        checkpoint: The folder that --server serves.
+        reference: The bf16 checkpoint that it was made from: recognises a server of that one.
+        load_report: What vLLM wrote with ANNIE_QUANT_VLLM_REPORT=FILE: each tensor's use, each layer's kernel.
+        images: With --server: ask it for the colours of two small generated images.
+        measure: Measure reachable bandwidth and launch cost, for predictions and quantize --device.
+        output: With --measure: the device file. Default: where predictions look for it.
     """
 
     log: Path | None = None
-    server: Annotated[str | None, Option(metavar="URL")] = None
+    server: str | None = None
     checkpoint: Path | None = None
     reference: Path | None = None
     load_report: Path | None = None
@@ -64,8 +66,7 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-@command(DoctorOptions)
-def doctor(options: DoctorOptions) -> None:
+def doctor(options: DoctorOptions = DoctorOptions()) -> None:
     """Check what this machine lacks for which stage, with the fix. Exit code 3 on a fault.
 
     With --server: what a running server reports of itself, and the known faults of its version. With --checkpoint too: compare the
@@ -138,26 +139,28 @@ BACKEND_MARKS = {
 }
 
 
-class ValidateOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
     """Options of `annie-quant validate-gpu`.
 
-    stack: Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all.
-    container: Check the stack in a running container or an image.
-    dry_run: With --container: print its command and start nothing.
+    Attributes:
+        stack: Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all.
+        container: Check the stack in a running container or an image.
+        dry_run: With --container: print its command and start nothing.
     """
 
     stack: str | None = None
-    container: Annotated[str | None, Option(metavar="NAME_OR_IMAGE")] = None
+    container: str | None = None
     dry_run: bool = False
     as_json: AsJson = False
 
 
-@command(ValidateOptions, "validate-gpu")
-def validate_gpu(options: ValidateOptions) -> None:
+def validate_gpu(options: ValidateOptions = ValidateOptions()) -> None:
     """Check NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 without a GPU."""
     container, stack = options.container, options.stack
     if container is None and options.dry_run:
-        raise click.UsageError("--dry-run needs --container")
+        raise UsageError("--dry-run needs --container")
     if container is None:
         validation = annie_quant.gemm.validate(stack=stack)
         emit(validation.to_dict()) if options.as_json else print_validation(validation)
@@ -220,7 +223,7 @@ def show_version(verbose: bool, as_json: bool) -> None:
         if verbose
         else [f"annie-quant, version {__version__}"]
     )
-    click.echo("\n".join(lines))
+    print("\n".join(lines))
 
 
 def inspect_installation() -> JsonObject:

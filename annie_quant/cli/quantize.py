@@ -11,50 +11,44 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import click
-import msgspec
+from cyclopts import Parameter
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.options import (
-    AllowMismatch,
-    Argument,
-    AsJson,
-    Force,
-    Option,
-    PersonaName,
-    command,
-    picked,
-)
+from annie_quant.cli.options import AllowMismatch, AsJson, Force, PersonaName, picked
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
-from annie_quant.core.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError, UsageError
 
 
-class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
     """Options of `annie-quant quantize`.
 
-    strategy: naive, direct, mlp_only, ... (an unknown name prints the list).
-    model: Folder of the bf16 checkpoint.
-    calib_data: JSON lines of conversations (annie-quant data).
-    calib_samples: Conversations to calibrate with.
-    exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
-    scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
-    kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
-    settings: A strategy's own setting; repeatable.
-    effort: best: how many recipes it compares.
-    max_gb: best: GB of weights at most; formats are chosen by measured loss.
-    min_tps: best: tokens per second of one stream at least, as predicted for --device.
-    max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
-    device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
-        where it was measured, else gb10.
-    ray: direct: make the shards on this Ray cluster ("local" starts one here).
-    seed: Same seed, same bytes.
-    output: Folder of the new checkpoint.
-    dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
+    Attributes:
+        strategy: naive, direct, mlp_only, ... (an unknown name prints the list).
+        model: Folder of the bf16 checkpoint.
+        calib_data: JSON lines of conversations (annie-quant data).
+        calib_samples: Conversations to calibrate with.
+        exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
+        scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
+        kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
+        settings: A strategy's own setting; repeatable.
+        effort: best: how many recipes it compares.
+        max_gb: best: GB of weights at most; formats are chosen by measured loss.
+        min_tps: best: tokens per second of one stream at least, as predicted for --device.
+        max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
+        device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
+            where it was measured, else gb10.
+        ray: direct: make the shards on this Ray cluster ("local" starts one here).
+        seed: Same seed, same bytes.
+        output: Folder of the new checkpoint.
+        dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
     """
 
     strategy: str
@@ -65,13 +59,13 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_layers: str = ""
     scale: str | None = None
     kv_cache: str = "none"
-    settings: Annotated[tuple[str, ...], Option(name="set", metavar="NAME=VALUE")] = ()
+    settings: Annotated[tuple[str, ...], Parameter(name="--set")] = ()
     effort: Literal["fast", "normal", "max"] | None = None
     max_gb: float | None = None
     min_tps: float | None = None
     max_loss: float | None = None
-    device: Annotated[str | None, Option(metavar="NAME|GB/S|FILE")] = None
-    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None
+    device: str | None = None
+    ray: str | None = None
     seed: int = 0
     output: Path
     force: Force = False
@@ -93,7 +87,6 @@ SETTINGS = (
 )
 
 
-@command(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
     from annie_quant.checkpoint import ModelFolder, decode_speed
@@ -101,7 +94,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     strategy, model, samples = options.strategy, options.model, options.calib_samples
     if invalid := [item for item in options.settings if "=" not in item]:
-        raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
+        raise UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     own = dict(item.split("=", 1) for item in options.settings)
     limits = {name: getattr(options, name) for name in ("effort", "max_gb", "min_tps", "max_loss")}
     own |= {name: str(value) for name, value in limits.items() if value is not None}
@@ -134,31 +127,34 @@ def quantize(options: QuantizeOptions) -> None:
         console.note(note)
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
     """Options of `annie-quant serve`.
 
-    runtime: The server, such as vllm, sglang or llama.cpp.
-    port: Port on this machine.
-    use: A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
-    write_recipe: Write the recipe as YAML (sparkrun) and exit.
-    dry_run: Print the command and exit.
+    Attributes:
+        runtime: The server, such as vllm, sglang or llama.cpp.
+        port: Port on this machine.
+        use: A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
+        write_recipe: Write the recipe as YAML (sparkrun) and exit.
+        dry_run: Print the command and exit.
     """
 
-    model: Annotated[Path, Argument()]
     runtime: str = "llama.cpp"
     port: int = 8000
-    use: Annotated[str | None, Option(metavar="RECIPE")] = None
+    use: str | None = None
     write_recipe: Path | None = None
     dry_run: bool = False
 
 
-@command(ServeOptions)
-def serve(options: ServeOptions) -> None:
+def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
     """Serve a checkpoint (or a GGUF file) until Ctrl-C.
 
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
     """
-    model, runtime, port, serving = options.model, options.runtime, options.port, annie_quant.serve
+    runtime = options.runtime
+    port = options.port
+    serving = annie_quant.serve
     chosen: dict[str, Any] = {"recipe": options.use} if options.use else {}
     if options.write_recipe or options.dry_run:
         for note in serving.check(model, runtime=runtime, **chosen):
@@ -180,7 +176,6 @@ NEXT = (
 )
 
 
-@command(SearchSettings)
 def search(settings: SearchSettings) -> None:
     """Try `best` from the fewest bytes per token up, until one checkpoint keeps every gate of bf16. Exit code 1 if none does."""
     quiet_engines()
@@ -202,8 +197,7 @@ def search(settings: SearchSettings) -> None:
     sys.exit(0 if result.chosen else 1)
 
 
-@command(DemoSettings)
-def demo(settings: DemoSettings) -> None:
+def demo(settings: DemoSettings = DemoSettings()) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
     quiet_engines()
     from annie_quant.cli.pipeline.demo import run

@@ -9,37 +9,37 @@ from __future__ import annotations
 
 import difflib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import click
-import msgspec
+from cyclopts import Parameter
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.options import Argument, AsJson, Option, Sides, command, picked
+from annie_quant.cli.options import AsJson, Sides, picked
 from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.documents import Roles
 
 
-class ReportOptions(Sides, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Sides):
     """Options of `annie-quant report`.
 
-    output: Folder of the trends of several runs. Default: trends.
-    verify: Count the served figures again from records.jsonl; print what differs, write nothing.
-    judge: First judge the stored answers again, with today's rule; run.json is changed.
+    Attributes:
+        output: Folder of the trends of several runs. Default: trends.
+        verify: Count the served figures again from records.jsonl; print what differs, write nothing.
+        judge: First judge the stored answers again, with today's rule; run.json is changed.
     """
 
-    run_dirs: Annotated[tuple[Path, ...], Argument()]
     output: Path | None = None
     verify: bool = False
     judge: bool = False
 
 
-@command(ReportOptions)
-def report(options: ReportOptions) -> None:
+def report(*run_dirs: Path, options: ReportOptions = ReportOptions()) -> None:
     """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md.
 
     The stored verdict is shown. --judge, and each role that is named, judges the run again. With --verify the exit code is 1 if
@@ -48,15 +48,16 @@ def report(options: ReportOptions) -> None:
     from annie_quant.report import trends
     from annie_quant.report.recheck import write_judgement
 
-    folders, stated = options.run_dirs, stated_roles(options)
+    folders = run_dirs
+    if not folders:
+        raise UsageError("report: no run directory", "annie-quant report runs/mine")
+    stated = stated_roles(options)
     if options.judge or stated.names:
         if len(folders) > 1 or options.verify:
-            raise click.UsageError(
-                "--judge and roles are for the report of one run, without --verify"
-            )
+            raise UsageError("--judge and roles are for the report of one run, without --verify")
         console.note(write_judgement(folders[0], stated).verdict.sentence)
     if len(folders) == 1 and options.output is not None:
-        raise click.UsageError(
+        raise UsageError(
             "--output is for the trends of several runs; the report of one run is written into its folder"
         )
     if options.verify:
@@ -84,54 +85,50 @@ def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
     )
 
 
-class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    run_dir: Annotated[Path, Argument()]
-
-
-@command(ExportOptions)
-def export(options: ExportOptions) -> None:
+def export(run_dir: Path, /) -> None:
     """Write a benchmark's results.csv and exports/ again (GuideLLM, AIPerf, vLLM, the original plan's script)."""
     from annie_quant import bench
 
-    table = options.run_dir / "results.csv"
-    write_text(table, annie_quant.report.compose(options.run_dir)["results.csv"])
-    for path in (table, *bench.export(options.run_dir)):
+    table = run_dir / "results.csv"
+    write_text(table, annie_quant.report.compose(run_dir)["results.csv"])
+    for path in (table, *bench.export(run_dir)):
         echo(str(path))
 
 
-class PublishOptions(Sides, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(Sides):
     """Options of `annie-quant publish`.
 
-    repo: Repository on the Hub; created if it does not exist.
-    model: The model's name in the run. Default: the verdict's candidate.
-    checkpoint: The model's folder, if the run has no record of it.
-    base_model: The Hub model that this one was made from.
-    license: The base model's licence, in the Hub's spelling: apache-2.0.
-    calib_data: Default: calibration.jsonl of the run.
-    public: Make the repository public (private by default).
-    with_report: Also upload the report and results.csv.
-    with_records: Also upload every request and answer.
-    force: Publish in spite of failures; the reason is written to the card.
-    dry_run: List files and sizes, write the card, upload nothing.
+    Attributes:
+        repo: Repository on the Hub; created if it does not exist.
+        model: The model's name in the run. Default: the verdict's candidate.
+        checkpoint: The model's folder, if the run has no record of it.
+        base_model: The Hub model that this one was made from.
+        license: The base model's licence, in the Hub's spelling: apache-2.0.
+        calib_data: Default: calibration.jsonl of the run.
+        public: Make the repository public (private by default).
+        with_report: Also upload the report and results.csv.
+        with_records: Also upload every request and answer.
+        force: Publish in spite of failures; the reason is written to the card.
+        dry_run: List files and sizes, write the card, upload nothing.
     """
 
-    run_dir: Annotated[Path, Argument()]
-    repo: Annotated[str, Option(metavar="OWNER/NAME")]
+    repo: str
     model: str | None = None
     checkpoint: Path | None = None
-    base_model: Annotated[str | None, Option(metavar="OWNER/NAME")] = None
+    base_model: str | None = None
     license: str = ""
     calib_data: Path | None = None
     public: bool = False
     with_report: bool = False
     with_records: bool = False
-    force: Annotated[str, Option(metavar="REASON")] = ""
+    force: str = ""
     dry_run: bool = False
     as_json: AsJson = False
 
 
-@command(PublishOptions)
-def publish(options: PublishOptions) -> None:
+def publish(run_dir: Path, /, *, options: PublishOptions) -> None:
     """Upload a run's checkpoint to the Hugging Face Hub with its model card. Exit code 1 if a gate or audit fails.
 
     Each role that is named judges the run again first, as `annie-quant report` does.
@@ -142,7 +139,7 @@ def publish(options: PublishOptions) -> None:
 
     stated = stated_roles(options)
     if stated.names:
-        write_judgement(options.run_dir, stated)
+        write_judgement(run_dir, stated)
     with console.task("audit and card"):
         names = (
             "model",
@@ -157,7 +154,7 @@ def publish(options: PublishOptions) -> None:
             "private": not options.public,
             "forced": options.force,
         }
-        plan = publishing.prepare(options.run_dir, options.repo, **settings)
+        plan = publishing.prepare(run_dir, options.repo, **settings)
     if not options.as_json:
         for file in plan.files:
             echo(f"{size(file.size_bytes):>10}  {file.path}")
@@ -179,13 +176,7 @@ def publish(options: PublishOptions) -> None:
     )
 
 
-class ExplainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    code: Annotated[str | None, Argument()] = None
-    as_json: AsJson = False
-
-
-@command(ExplainOptions)
-def explain(options: ExplainOptions) -> None:
+def explain(code: str | None = None, /, *, as_json: AsJson = False) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
     from annie_quant.checkpoint.checks import CODES, DEADLY
 
@@ -194,8 +185,7 @@ def explain(options: ExplainOptions) -> None:
         for number, text in EXIT_CODES.items()
     }
     codes = {name: explanation._asdict() for name, explanation in CODES.items()}
-    code = options.code
-    if code is None and options.as_json:
+    if code is None and as_json:
         emit({**codes, **{str(number): text for number, text in EXIT_CODES.items()}})
         return
     if code is None:
@@ -214,7 +204,7 @@ def explain(options: ExplainOptions) -> None:
     result = {"code": code, **(exits | codes)[code]}
     if code in DEADLY:
         result["servers"] = "cannot load the checkpoint, or their answers are useless"
-    if options.as_json:
+    if as_json:
         emit(result)
         return
     for line in (

@@ -26,7 +26,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import click
 import msgspec
 
 from annie_quant.cli.tables import WIDTH, wrap
@@ -241,14 +240,12 @@ def emit(value: object) -> None:
         text = json.dumps(
             files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False
         )
-        click.echo(
-            "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
-        )
+        print("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def echo(text: str, err: bool = False) -> None:
     """Print a line of data, cleaned for a terminal."""
-    click.echo(shown(text), err=err)
+    print(shown(text), file=sys.stderr if err else sys.stdout)
 
 
 def quiet_engines() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from bench_cases import TOOLS, ask
-from click.testing import CliRunner, Result
+from command_line import CliRunner, Result
 from fake_server import FakeServer, Script, words
 
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 
 N = 60

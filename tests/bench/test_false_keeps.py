@@ -6,13 +6,13 @@ import json
 
 import pytest
 from bench_cases import TOOLS, ask, workload
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script, words
 from stream_server import RawServer
 
 from annie_quant import bench, documents, judge
 from annie_quant.bench import reference_answers
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Aggregates, MemoryBytes, Roles, ServedSide
 from annie_quant.judge.pairing import checks_by_prompt

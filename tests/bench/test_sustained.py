@@ -9,12 +9,12 @@ import types
 
 import pytest
 from bench_cases import annie, folder_of
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer
 
 from annie_quant import documents, report
 from annie_quant.bench import backend, findings, memory
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.documents import BenchConfig, MemoryFigures
 
 MB = 1 << 20

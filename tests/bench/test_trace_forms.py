@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, words
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
@@ -17,7 +17,7 @@ from annie_quant.bench import traces
 from annie_quant.bench.backend import CONNECT_S
 from annie_quant.bench.plan import OPEN_LOOP_REQUESTS, planned_visits
 from annie_quant.bench.run_folder import read_records
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.data import otel
 from annie_quant.data.logs import read_logs

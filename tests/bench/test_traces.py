@@ -244,7 +244,7 @@ def test_a_broken_row_is_named(tmp_path, row, message):
 
 
 def test_the_command_takes_both(tmp_path):
-    from click.testing import CliRunner
+    from command_line import CliRunner
 
     from annie_quant.cli.bench import bench as command
 

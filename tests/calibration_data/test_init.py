@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from planted_secrets import HUB, KEY, PASSWORD, where
 
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.core.text import inert
 from annie_quant.data import (

@@ -16,7 +16,7 @@ import time
 import zlib
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script, words
 from planted_secrets import HUB, KEY, PASSWORD, where
 from record_server import RawServer, Running, body_of, chat, completion, raw_call, response
@@ -25,7 +25,7 @@ aiohttp = pytest.importorskip(
     "aiohttp", reason="the proxy needs aiohttp: pip install annie-quant[record]"
 )
 
-from annie_quant.cli import cli  # noqa: E402
+from annie_quant.cli import app as cli  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.data import record_proxy as proxy  # noqa: E402
 from annie_quant.data import recorded_chat  # noqa: E402

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from checkpoint_faults import FAULTS
-from click.testing import CliRunner
+from command_line import CliRunner
 from paths import ROOT
 
 from annie_quant.checkpoint.checks import CODES, DEADLY
-from annie_quant.cli import cli, main
+from annie_quant.cli import COMMANDS, main
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
@@ -81,7 +82,7 @@ def test_the_explanations_are_sentences_with_commands_that_exist():
             and explanation.meaning.isprintable()
         ), code
         for name in re.findall(r"annie-quant ([a-z-]+)", explanation.fix):
-            assert name in cli.commands, code
+            assert name in COMMANDS, code
 
 
 @pytest.mark.parametrize("page", ["docs/how-to/checkpoints.md"])

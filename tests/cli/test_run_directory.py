@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import make_run_sample as sample
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from flat_records import record_of
 from paths import DATA, ROOT
 
@@ -311,13 +311,13 @@ def test_a_full_disk_ends_a_report_in_one_line_and_keeps_the_old_one(stored):
 
 
 def test_a_compiled_module_that_a_full_disk_has_cut_is_not_an_interrupt(tmp_path):
-    """Python reports it as EOFError, which click takes for Ctrl-D. A module of the PYTHONPATH stands for the package's own."""
+    """Python reports it as EOFError, which is not Ctrl-D. A module of the PYTHONPATH stands for the package's own."""
     (tmp_path / "cut.py").write_text("x = " + repr(list(range(100))))
     compiled = Path(py_compile.compile(str(tmp_path / "cut.py"), doraise=True))
     compiled.write_bytes(compiled.read_bytes()[:-20])
     code = (
-        "import sys; from annie_quant import cli; from annie_quant.cli import cli as group\n"
-        "@group.command('read-cut')\ndef read_cut():\n    import cut\n"
+        "import sys; from annie_quant import cli; from annie_quant.cli import app as group\n"
+        "@group.command(name='read-cut')\ndef read_cut():\n    import cut\n"
         "sys.argv = ['annie-quant', 'read-cut']; cli.main()"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -353,7 +353,7 @@ def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(sto
 
 
 def test_watching_a_folder_without_a_run_is_refused_before_anything_is_measured(tmp_path):
-    from annie_quant.cli import cli
+    from annie_quant.cli import app as cli
 
     words = [
         "bench",

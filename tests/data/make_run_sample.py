@@ -43,10 +43,10 @@ def answer(body: dict):
 
 def bench(folder: Path, workload: Path) -> int:
     """Run `annie-quant bench` against two scripted servers; return its exit code."""
-    from click.testing import CliRunner
+    from command_line import CliRunner
     from fake_server import FakeServer
 
-    from annie_quant.cli import cli
+    from annie_quant.cli import app as cli
 
     with FakeServer(answer) as a, FakeServer(answer) as b:
         command = [

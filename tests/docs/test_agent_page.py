@@ -6,14 +6,14 @@ import json
 import shlex
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, words
 from paths import ROOT
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
 from annie_quant.bench.run_folder import read_records
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 
 PAGE = (ROOT / "docs/how-to/benchmark-agents.md").read_text()
 COMMANDS = [line.strip() for line in PAGE.splitlines() if line.startswith("    annie-quant ")]

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 from bench_cases import folder_of
+from command_line import options_of
 from paths import ROOT
-
-from annie_quant.cli import cli
 
 FOLDER = ROOT / "examples" / "ci"
 
@@ -24,7 +23,7 @@ def test_the_workflow_is_valid_and_its_commands_exist():
     used = re.findall(r"annie-quant ([a-z]+)([^\n|]*)", scripts)
     assert {name for name, _ in used} == {"bench", "report"}
     for name, rest in used:
-        known = {option for p in cli.commands[name].params for option in p.opts}
+        known = set(options_of(name))
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0])) <= known
     assert all("uses" in step or "run" in step for step in steps)
     assert "test_served_model.py" in scripts and (FOLDER / "test_served_model.py").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -11,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
+import cyclopts
 import pytest
+from command_line import options_of
 from paths import ROOT
 
-from annie_quant.cli import cli
+from annie_quant.cli import COMMANDS
+from annie_quant.cli import app as cli
 
 NOTES = [
     *sorted((ROOT / "tests").glob("perf/*.md")),
@@ -65,17 +66,14 @@ def test_each_note_is_in_the_table_of_results():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page):
     for name, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
-        command = cli.commands.get(name)
         if (
-            command is None
+            name not in COMMANDS
             and name not in ("search", "compare")
             and not rest.strip().startswith(("-", "D", "M", "r"))
         ):
             continue  # the package's name in a sentence
-        assert command is not None, f"{page.name}: annie-quant {name}"
-        if command.context_settings.get("ignore_unknown_options"):
-            continue  # its options are another program's
-        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert name in COMMANDS, f"{page.name}: annie-quant {name}"
+        known = {*options_of(name), "--help"}
         for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest):
             assert option in known, f"{page.name}: annie-quant {name} {option}"
 
@@ -89,13 +87,12 @@ def command_lines(text: str) -> list[str]:
 
 
 def parse(line: str) -> None:
-    """Parse a command as the command line does. Raises click.UsageError for a missing or an invalid value."""
+    """Parse a command as the command line does. Raises CycloptsError for a missing or an invalid value."""
     name, *words = (
         word.partition("|")[0] for word in shlex.split(line, comments=True)
     )  # "a|b": one of both
-    command = cli.commands[name]
-    with contextlib.suppress(click.exceptions.Exit):
-        command.make_context(name, words[:-1] if words[-1:] == ["&"] else words)
+    words = words[:-1] if words[-1:] == ["&"] else words
+    cli.parse_args([name, *words], exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -103,8 +100,8 @@ def test_commands_are_accepted_with_their_values(page):
     for line in command_lines(page.read_text(encoding="utf-8")):
         try:
             parse(line)
-        except click.UsageError as error:
-            pytest.fail(f"{page.name}: annie-quant {line}: {error.format_message()}")
+        except cyclopts.CycloptsError as error:
+            pytest.fail(f"{page.name}: annie-quant {line}: {error}")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_commands_are_accepted_with_their_values(page):
 def test_an_incomplete_command_is_reported(line):
     """Negative control."""
     assert command_lines(f"    annie-quant {line}\n    annie-quant bench ...") == [line]
-    with pytest.raises(click.UsageError):
+    with pytest.raises(cyclopts.CycloptsError):
         parse(line)
 
 
@@ -139,7 +136,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     ):
         assert f'id="{name}"' in reference, name
     commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")
-    assert all(f'id="{name}"' in commands for name in cli.commands)
+    assert all(f'id="{name}"' in commands for name in COMMANDS)
     contents = (tmp_path / "site/index.html").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         place = page.relative_to(ROOT / "docs").with_suffix("").as_posix()

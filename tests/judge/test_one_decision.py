@@ -14,7 +14,7 @@ from randomised import examples
 
 from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.cli.checkpoint import evaluate as eval_command
+from annie_quant.cli import app as cli
 from annie_quant.cli.pipeline import demo
 from annie_quant.documents import BenchConfig, Identity, ModelFiles
 from annie_quant.judge import decision
@@ -143,14 +143,14 @@ def passes(check):
 
 def exit_code(document):
     """The exit code of `annie-quant eval` with this evaluation."""
-    from click.testing import CliRunner
+    from command_line import CliRunner
 
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
         m.setattr("annie_quant.offline.evaluation.run", lambda *a, **k: document)
         m.setattr("annie_quant.offline.pair.export_notes", lambda *a: [])
         m.setattr("annie_quant.data.workloads.check_checkpoint", lambda *a, **k: None)
-        result = CliRunner().invoke(eval_command, ["nv", "--reference", "bf16"])
+        result = CliRunner().invoke(cli, ["eval", "nv", "--reference", "bf16"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return bool(result.exit_code)
 

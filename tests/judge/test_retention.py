@@ -7,10 +7,10 @@ import math
 import random
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from scipy.stats import binomtest, bootstrap
 
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.judge import retention as table
 from annie_quant.judge.statistics import score_interval

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 
 torch = pytest.importorskip(
     "torch", reason="the runtime needs torch: pip install annie-quant[quantize]"
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import documents, quantize  # noqa: E402
 from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
-from annie_quant.cli import cli  # noqa: E402
+from annie_quant.cli import app as cli  # noqa: E402
 from annie_quant.judge import (  # noqa: E402
     Case,
     Workload,

@@ -7,7 +7,7 @@ import shutil
 
 import own_files
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
@@ -19,7 +19,7 @@ pytest.importorskip(
 )
 pytest.importorskip("annie_quant.nvfp4", reason="the line needs the codec")
 
-from annie_quant.cli import cli  # noqa: E402
+from annie_quant.cli import app as cli  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.offline.evaluation import evaluate  # noqa: E402
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 
 from annie_quant.checkpoint import decode_speed
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.documents import LlamaCppRates, ProductRate
 from annie_quant.ops import llama_cpp_rates
 

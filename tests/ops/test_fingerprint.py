@@ -22,10 +22,10 @@ pytest.importorskip(
 )
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
-from click.testing import CliRunner  # noqa: E402
+from command_line import CliRunner  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
-from annie_quant.cli import cli  # noqa: E402
+from annie_quant.cli import app as cli  # noqa: E402
 from annie_quant.core.errors import ServerError, UsageError  # noqa: E402
 from annie_quant.offline import fingerprint as offline  # noqa: E402
 from annie_quant.offline import load  # noqa: E402

@@ -8,12 +8,12 @@ import shutil
 import pytest
 import report_fixture
 from bench_cases import FACTS, ask, workload
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script, words
 from paths import DATA
 
 from annie_quant import bench, documents, report
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.judge import decision
 from annie_quant.pytest_plugin import AssertedRun
 from annie_quant.report import publishing, recheck

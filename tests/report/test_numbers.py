@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import report_fixture
 import report_page
-from click.testing import CliRunner
+from command_line import CliRunner
 from paths import DATA
 
 from annie_quant import report
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 
 FIELD = {

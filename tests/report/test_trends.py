@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import report_fixture
 import report_page
-from click.testing import CliRunner
+from command_line import CliRunner
 
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.report import trends
 from annie_quant.report.run import load

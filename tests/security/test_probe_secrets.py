@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script, words
 from planted_secrets import HUB, KEY, PASSWORD, where
 
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 
 # What a server repeats of the key: all of it, in capital letters, or pieces in several events.
 ANSWERS = {

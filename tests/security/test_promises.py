@@ -14,13 +14,13 @@ import checkpoint_zoo as zoo
 import make_run_sample as sample
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script
 from paths import ROOT
 from planted_secrets import HUB, KEY, PASSWORD, where
 
 from annie_quant.checkpoint import ModelFolder, ShardError, audit, header, shards
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.judge import Case, Workload
 
 FOLDERS = ("annie_quant", "examples", "training")

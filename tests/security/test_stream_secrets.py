@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from randomised import examples
@@ -17,7 +17,7 @@ from stream_server import DONE, HEAD, RawServer, chunk, event, stream
 
 import annie_quant as aq
 from annie_quant.bench.backend import Backend, alive, get_json, identity
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.secrets import Redactor
 from annie_quant.stream import Request
 from annie_quant.stream.client import fetch

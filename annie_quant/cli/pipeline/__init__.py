@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from cyclopts import Parameter
 
-from annie_quant.cli.options import (
-    AllowMismatch,
-    AsJson,
-    Option,
-    PerGate,
-    PersonaName,
-    WorkloadNames,
-)
+from annie_quant.cli import options as opt
+from annie_quant.cli.options import AllowMismatch, AsJson, PerGate, PersonaName, WorkloadNames
 
 
-class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
     """What a search tries, and on what. `persona` and `workloads` are as for data/workloads.py.
 
-    model: Folder of the bf16 checkpoint.
-    calib_data: JSON lines of conversations.
-    output: Run directory; finished steps are not repeated.
-    every: Evaluate every strategy on all prompts, also after one that keeps.
-    strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: best, also under budgets.
-    required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
-    seeds: Calibration draws in which a strategy must keep.
-    samples: Conversations to calibrate with.
-    anyway: Continue with a model that lacks the manners in bf16.
+    Attributes:
+        model: Folder of the bf16 checkpoint.
+        calib_data: JSON lines of conversations.
+        output: Run directory; finished steps are not repeated.
+        every: Evaluate every strategy on all prompts, also after one that keeps.
+        strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: best, also under budgets.
+        required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
+        seeds: Calibration draws in which a strategy must keep.
+        samples: Conversations to calibrate with.
+        anyway: Continue with a model that lacks the manners in bf16.
     """
 
     model: Path
@@ -38,26 +36,32 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     persona: PersonaName = None
     workloads: WorkloadNames = None
     # Without the early look, and a failed smoke question is reported only.
-    every: Annotated[bool, Option(name="all")] = False
-    strategies: Annotated[tuple[str, ...] | None, Option(listed=True)] = None
-    required: Annotated[tuple[str, ...], Option(name="require", listed=True)] = ()
-    seeds: Annotated[int, Option(least=1)] = 1
-    samples: Annotated[int, Option(name="calib-samples")] = 128
+    every: Annotated[bool, Parameter(name="--all")] = False
+    strategies: Annotated[tuple[str, ...] | None, opt.COMMA_SEPARATED] = None
+    required: Annotated[
+        tuple[str, ...],
+        Parameter(name="--require", converter=opt.split_at_commas, n_tokens=1, accepts_keys=False),
+    ] = ()
+    seeds: Annotated[int, opt.at_least(1)] = 1
+    samples: Annotated[int, Parameter(name="--calib-samples")] = 128
     allow_prompt_mismatch: AllowMismatch = False
     anyway: bool = False
     as_json: AsJson = False
 
 
-class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
     """The demo's run directory and prompts: one answer of 88 and two of 120 may be lost (docs/method.md).
 
-    output: Run directory; finished stages are not repeated.
-    n_offline: Prompts per gate in the offline evaluation, and all tool prompts.
-    n_served: Prompts per gate on the servers.
+    Attributes:
+        output: Run directory; finished stages are not repeated.
+        n_offline: Prompts per gate in the offline evaluation, and all tool prompts.
+        n_served: Prompts per gate on the servers.
     """
 
     output: Path = Path("runs/demo")
-    n_offline: Annotated[int, Option(least=1)] = 120
-    n_served: Annotated[int, Option(least=1)] = 88
+    n_offline: Annotated[int, opt.at_least(1)] = 120
+    n_served: Annotated[int, opt.at_least(1)] = 88
     persona: PersonaName = None
     workloads: WorkloadNames = None

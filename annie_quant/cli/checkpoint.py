@@ -228,8 +228,8 @@ class EvalOptions:
 
     Attributes:
         reference: The bf16 checkpoint.
-        numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
-            llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
+        numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu,
+            llama.cpp-blackwell (docs/numerics.md).
         calib_data: Conversations whose assistant tokens are also scored.
         rows: Answers per batch.
         output: JSON file to write.

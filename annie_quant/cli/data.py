@@ -21,6 +21,7 @@ from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 
+FILE_OR_STDIN = Parameter(allow_leading_hyphen=True)  # - is stdin
 EXISTING = Parameter(validator=validators.Path(exists=True))
 MaskPersonal = Annotated[
     bool,
@@ -120,8 +121,8 @@ class InitOptions:
         force: Replace a folder that init has made.
     """
 
-    prompt: Path | None = None
-    tools: Path | None = None
+    prompt: Annotated[Path | None, FILE_OR_STDIN] = None
+    tools: Annotated[Path | None, FILE_OR_STDIN] = None
     logs: tuple[Path, ...] = ()
     name: str = ""
     fill: bool = False

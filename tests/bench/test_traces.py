@@ -246,15 +246,15 @@ def test_a_broken_row_is_named(tmp_path, row, message):
 def test_the_command_takes_both(tmp_path):
     from command_line import CliRunner
 
-    from annie_quant.cli.bench import bench as command
+    from annie_quant.cli import app as cli
 
     log(tmp_path / "log.jsonl")
     rows = [{"timestamp": 100 * i, "input_length": 60, "output_length": 4} for i in range(3)]
     lines(tmp_path / "trace.jsonl", rows)
     with FakeServer(lambda body: words("It is Tokyo.")) as server:
         result = CliRunner().invoke(
-            command,
-            ["--backend-a", "a", server.url, "--replay", str(tmp_path / "log.jsonl"), "--trace", str(tmp_path / "trace.jsonl"),
+            cli,
+            ["bench", "--backend-a", "a", server.url, "--replay", str(tmp_path / "log.jsonl"), "--trace", str(tmp_path / "trace.jsonl"),
              "--trace-speed", "2", "--runs", "1", "--warmup", "0", "--output", str(tmp_path / "run")],
         )  # fmt: skip
     assert result.exit_code in (0, 1), result.output

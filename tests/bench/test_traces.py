@@ -254,9 +254,25 @@ def test_the_command_takes_both(tmp_path):
     with FakeServer(lambda body: words("It is Tokyo.")) as server:
         result = CliRunner().invoke(
             cli,
-            ["bench", "--backend-a", "a", server.url, "--replay", str(tmp_path / "log.jsonl"), "--trace", str(tmp_path / "trace.jsonl"),
-             "--trace-speed", "2", "--runs", "1", "--warmup", "0", "--output", str(tmp_path / "run")],
-        )  # fmt: skip
+            [
+                "bench",
+                "--backend-a",
+                "a",
+                server.url,
+                "--replay",
+                str(tmp_path / "log.jsonl"),
+                "--trace",
+                str(tmp_path / "trace.jsonl"),
+                "--trace-speed",
+                "2",
+                "--runs",
+                "1",
+                "--warmup",
+                "0",
+                "--output",
+                str(tmp_path / "run"),
+            ],
+        )
     assert result.exit_code in (0, 1), result.output
     workloads = {r["workload"] for r in rows_of(tmp_path / "run")}
     assert workloads == {"smoke", "replay", "trace"}

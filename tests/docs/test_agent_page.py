@@ -37,7 +37,13 @@ def test_a_command_runs(line, tmp_path, monkeypatch):
         line = line.replace("http://localhost:8000", one.url).replace(
             "http://localhost:8003", two.url
         )
-        arguments = [*shlex.split(re.sub(r" --(n|warmup) \d+", "", line))[1:], "--n", "1", "--warmup", "1"]
+        arguments = [
+            *shlex.split(re.sub(r" --(n|warmup) \d+", "", line))[1:],
+            "--n",
+            "1",
+            "--warmup",
+            "1",
+        ]
         result = CliRunner().invoke(cli, arguments)
     assert result.exit_code in (0, 1), result.output
     assert "Traceback" not in result.output and not isinstance(result.exception, AssertionError)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from annie_quant import documents, judge
@@ -111,11 +110,14 @@ def _check(
         record.judgement.faults.pop(gate, None)
     if (reference := answers.get(key)) is None:
         return
-    at_turn = replace(case.at_turn(record.turn), reference=reference)
+    at_turn = case.at_turn(record.turn)
     for gate in workload.gates:
         if gate in REFERENCE_GATES and (key, gate) not in unstable:
-            fault = GATES[gate].check(from_record(record), at_turn, workload)
-            if record.answer.fault and GATES[gate].check(reference, at_turn, workload) is not None:
+            fault = GATES[gate].check(from_record(record), at_turn, workload, reference)
+            if (
+                record.answer.fault
+                and GATES[gate].check(reference, at_turn, workload, reference) is not None
+            ):
                 fault = record.answer.fault
             if fault is not None:
                 record.judgement.checks[gate] = not fault

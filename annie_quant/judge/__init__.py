@@ -7,7 +7,7 @@ jsonschema and markdown-it are imported where they are used.
     Answer, parse_raw(text, thinking, tools)   an answer from a server, or from raw text
     prompt_sha256(case, workload)              what identifies a prompt: its content, whatever its id
     sample(workloads, n)                       the same workloads with a seeded choice of their cases
-    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py)
+    gate_table([Judged(...)])                  pass rates with Wilson intervals and verdicts (gates.py)
     wilson(k, n), compare(...), holm(...)      statistics
     judge_members({member: {gate: counts}})    keeps, loses, undecided or fragile (decision/rule.py)
     verdict(aggregates)                        the outcome of a run, with reasons and caveats (decision/)
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.decision import judge_evaluation, judge_members, verdict
-from annie_quant.judge.gates import checks, faults, gate_table
+from annie_quant.judge.gates import Judged, checks, faults, gate_table
 from annie_quant.judge.library import load_workloads
 from annie_quant.judge.sampling import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
@@ -32,6 +32,7 @@ from annie_quant.judge.workloads import (
 __all__ = [
     "Answer",
     "Case",
+    "Judged",
     "Workload",
     "checks",
     "compare",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult, Outcome
@@ -104,7 +104,19 @@ def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
 # ---- the table
 
 Basis = Literal["label", "reference", "rule"]
-Check = Callable[[Answer, Case, Workload], str | None]
+Check = Callable[[Answer, Case, Workload, Answer | None], str | None]
+
+
+class Judged(NamedTuple):
+    """An answer with what judges it.
+
+    reference: the bf16 model's own answer to the same prompt, for the gates that compare with it.
+    """
+
+    workload: Workload
+    case: Case
+    answer: Answer
+    reference: Answer | None = None
 
 
 @dataclass(frozen=True)
@@ -300,10 +312,15 @@ def check_names(names: Iterable[str], where: str) -> None:
             )
 
 
-def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
-    """Return for each gate of the workload why the answer fails: "" passes, None does not apply to this case."""
+def faults(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None = None
+) -> dict[str, str | None]:
+    """Return for each gate of the workload why the answer fails: "" passes, None does not apply.
+
+    reference: the bf16 model's own answer; without it the gates that compare with it do not apply.
+    """
     names = dict.fromkeys((*workload.gates, *IMPLIED))
-    return {name: GATES[name].check(answer, case, workload) for name in names}
+    return {name: GATES[name].check(answer, case, workload, reference) for name in names}
 
 
 def decides(name: str) -> bool:
@@ -311,11 +328,13 @@ def decides(name: str) -> bool:
     return name in GATES and not GATES[name].advisory
 
 
-def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
+def checks(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None = None
+) -> dict[str, bool]:
     """Return the gates that apply to this case, and whether the answer passes each."""
     return {
         name: not fault
-        for name, fault in faults(answer, case, workload).items()
+        for name, fault in faults(answer, case, workload, reference).items()
         if fault is not None
     }
 
@@ -345,9 +364,11 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
     return table
 
 
-def gate_table(answers: Iterable[tuple[Workload, Case, Answer]]) -> dict[str, GateResult]:
+def gate_table(answers: Iterable[Judged]) -> dict[str, GateResult]:
     """Return the result of each gate over all the answers.
 
     Only gates that a workload names and that apply to a case are counted. Advisory gates inform and never fail a run.
     """
-    return tabulate(checks(answer, case, workload) for workload, case, answer in answers)
+    return tabulate(
+        checks(answer, case, workload, reference) for workload, case, answer, reference in answers
+    )

@@ -15,10 +15,9 @@ from dataclasses import replace
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import IMPLIED, REFERENCE_GATES, checks, decides
+from annie_quant.judge.gates import IMPLIED, REFERENCE_GATES, Judged, checks, decides
 from annie_quant.judge.workloads import Case, Workload
 
-Judged = tuple[Workload, Case, Answer]
 MIN_PROMPTS = 5  # that need a tool; with fewer, no call by bf16 proves nothing
 
 
@@ -34,8 +33,10 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         for name, r in reference.items()
         if r.verdict == "fail"
     ]
-    called = {str(call.get("name")) for _, _, answer in answers for call in answer.tool_calls}
-    with_tools = [(names, answer) for _, case, answer in answers if (names := expected_tools(case))]
+    called = {str(call.get("name")) for _, _, answer, _ in answers for call in answer.tool_calls}
+    with_tools = [
+        (names, answer) for _, case, answer, _ in answers if (names := expected_tools(case))
+    ]
     expected = Counter(name for names, _ in with_tools for name in names)
     n_expected = len(with_tools)
     if n_expected >= MIN_PROMPTS and not any(answer.tool_calls for _, answer in with_tools):
@@ -142,8 +143,11 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
     gates: Counter[str] = Counter()
     for turn in range(case.n_turns):
         at_turn = case.at_turn(turn)
-        cases = (replace(at_turn, reference=reference) for reference in REFERENCES)
-        names = {name for judged in cases for name in checks(ANSWER, judged, workload)}
+        names = {
+            name
+            for reference in REFERENCES
+            for name in checks(ANSWER, at_turn, workload, reference)
+        }
         if (
             "same_arguments" in names
         ):  # the stand-in for bf16's call fits no schema, and is one call

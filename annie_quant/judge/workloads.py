@@ -17,7 +17,7 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ContextFile
 from annie_quant.documents.persona import Persona, load_persona
-from annie_quant.judge.answers import Answer, Tool
+from annie_quant.judge.answers import Tool
 
 # ---- plain English text of a given length, for prompts at a depth: notes about invented people, equal for equal arguments
 #
@@ -102,7 +102,6 @@ RESERVED = (
 class Case:
     """One prompt (`messages`) or conversation (`turns` or `steps`); documents.CaseFile describes the fields.
 
-    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
     blocks: names of the parts of a prompt that a trace only describes, of block_tokens tokens each, the last one shorter.
         Equal names are equal text, so requests share prefixes as in the trace.
     prompt_tokens: of all blocks.
@@ -117,7 +116,6 @@ class Case:
     turns: tuple[Turn, ...] = ()
     expect: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] | None = None
-    reference: Answer | None = None
     system: str | None = None
     max_tokens: int | None = None
     arrival_s: float | None = None

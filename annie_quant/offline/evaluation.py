@@ -23,7 +23,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import Rows, read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.documents.persona import Persona
-from annie_quant.judge import Answer, Case, Workload, evidence
+from annie_quant.judge import Answer, Case, Judged, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
@@ -43,8 +43,6 @@ from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
 from annie_quant.offline.profiles import choose, find_profile
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
-
-Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
 
 @dataclass(frozen=True)
@@ -282,9 +280,8 @@ def evaluate_numerics(
 def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[Outcome]) -> str:
     """Return how many prompts the checkpoint gives one answer to where the reference does not, or ""."""
     pairs = zip(outcomes, baseline.judged, strict=True)
-    rows = [
-        (o, answer) for o, (_, case, answer) in pairs if not case.expect
-    ]  # labels judge the others
+    # Labels judge the others.
+    rows = [(outcome, row.answer) for outcome, row in pairs if not row.case.expect]
     own = [template.answer(o.request, o.completion) for o, _ in rows]
     return constant_answer(own, [answer for _, answer in rows])
 
@@ -321,10 +318,7 @@ def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> documents
 
 def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
     """Return the bf16 model's answers, each with itself as its reference, so that it passes every gate that compares."""
-    return [
-        (workload, replace(case, reference=answer), answer)
-        for workload, case, answer in judged_answers
-    ]
+    return [row._replace(reference=row.answer) for row in judged_answers]
 
 
 def judged_outcomes(
@@ -341,10 +335,8 @@ def judged_outcomes(
         if outcome.request is request and outcome.completion == completion:
             rows.append(old)
             continue
-        [(workload, case, answer)] = judged(
-            template, [Answered(outcome.request, outcome.completion)]
-        )
-        rows.append((workload, replace(case, reference=old[1].reference), answer))
+        [row] = judged(template, [Answered(outcome.request, outcome.completion)])
+        rows.append(row._replace(reference=old.reference))
     return rows
 
 
@@ -366,9 +358,11 @@ def gate_outcomes(
     return prompts, {gate: "".join(characters) for gate, characters in outcomes.items()}
 
 
-def gate_characters(workload: Workload, case: Case, answer: Answer) -> dict[str, str]:
+def gate_characters(
+    workload: Workload, case: Case, answer: Answer, reference: Answer | None
+) -> dict[str, str]:
     """Return the character of gate_outcomes for each gate of the workload."""
-    checks = judge.checks(answer, case, workload)
+    checks = judge.checks(answer, case, workload, reference)
     counting = deciding(checks, answer, workload)
     return {
         gate: str(int(checks[gate]))
@@ -382,7 +376,7 @@ def gate_characters(workload: Workload, case: Case, answer: Answer) -> dict[str,
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
     """Return answers with the workload and the case, at their turn, that judge them."""
-    return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
+    return [Judged(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
 
 
 def differing_answers(
@@ -395,7 +389,7 @@ def differing_answers(
             agreed_tokens=outcome.agreed,
             failed=[
                 g
-                for g, ok in judge.checks(answer, case, workload).items()
+                for g, ok in judge.checks(answer, case, workload, reference).items()
                 if not (ok or GATES[g].two_sided)
             ],
             text=answer.text,
@@ -403,7 +397,7 @@ def differing_answers(
             reference_text=old.text,
             reference_tool_calls=calls_as_text(old),
         )
-        for outcome, (workload, case, answer), (_, _, old) in zip(
+        for outcome, (workload, case, answer, reference), (_, _, old, _) in zip(
             outcomes, after, before, strict=True
         )
         if not outcome.same

@@ -8,9 +8,8 @@ from typing import Any
 
 from annie_quant import judge
 from annie_quant.judge.decision import judge_members
-from annie_quant.judge.gates import REFERENCE_GATES, checks
+from annie_quant.judge.gates import REFERENCE_GATES, Judged, checks
 from annie_quant.judge.pairing import deciding, pair_checks, with_floor
-from annie_quant.judge.sampling import Judged
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.evaluation import judged, with_references
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
@@ -42,10 +41,7 @@ class Prompts:
 
     def judged(self, completions: Sequence[Completion]) -> list[Judged]:
         rows = zip(judged(self.template, self.answered(completions)), self.before, strict=True)
-        return [
-            (w, replace(case, reference=reference), answer)
-            for (w, case, answer), (_, _, reference) in rows
-        ]
+        return [row._replace(reference=before.reference) for row, before in rows]
 
     def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
         table = judge.gate_table(self.judged(completions))
@@ -75,7 +71,7 @@ def pair_answers(
     before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic.
     """
     rows, noisy, others = (
-        [deciding(checks(a, c, w), a, w) for w, c, a in side or ()]
+        [deciding(checks(a, c, w, r), a, w) for w, c, a, r in side or ()]
         for side in (before, floor, after)
     )
     if floor is not None:

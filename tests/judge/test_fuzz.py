@@ -110,7 +110,7 @@ def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking,
     answer = judge.Answer(text, reasoning, calls, finish)
     checks = judge.checks(answer, single.cases[0], single)
     assert set(checks.values()) <= {True, False} and "non_empty" in checks
-    assert judge.gate_table([(single, single.cases[0], answer)])
+    assert judge.gate_table([judge.Judged(single, single.cases[0], answer)])
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -102,7 +102,7 @@ def test_gate_table_counts_only_what_applies():
         judge.Answer("**Tokyo**", finish_reason="length"),
         judge.Answer("", error="HTTP 400"),
     ]
-    table = judge.gate_table([(workload, case, a) for a in answers])
+    table = judge.gate_table([judge.Judged(workload, case, a) for a in answers])
     assert {g: (r.passes, r.n) for g, r in table.items()} == {
         "non_empty": (2, 3),
         "factual": (2, 3),
@@ -123,7 +123,7 @@ def test_the_table_of_gates_is_complete():
             and gate.threshold.least_n > 0
         )
         assert isinstance(
-            gate.check(judge.Answer("Tokyo."), workload.cases[0], workload), str | None
+            gate.check(judge.Answer("Tokyo."), workload.cases[0], workload, None), str | None
         )
 
 
@@ -137,7 +137,7 @@ def test_judge_never_imports_torch():
         "import sys, annie_quant.judge as j\n"
         "from annie_quant.judge.library import build_workload\n"
         f"w = build_workload({WORKLOAD!r})\n"
-        "j.gate_table([(w, w.cases[0], j.Answer('Tokyo'))])\n"
+        "j.gate_table([j.Judged(w, w.cases[0], j.Answer('Tokyo'))])\n"
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -33,7 +33,7 @@ def judged(gate, answer, expect=None, **more):
 
 def fault_of(gate, answer, expect=None, **more):
     single = workload(expect or {}, **more)
-    return GATES[gate].check(answer, single.cases[0], single)
+    return GATES[gate].check(answer, single.cases[0], single, None)
 
 
 def calls(pairs):

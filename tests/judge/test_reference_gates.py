@@ -13,7 +13,7 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
-from annie_quant.judge.gates import GATES, REFERENCE_GATES, checks
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, Judged, checks
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.pairing import deciding, pair_checks
 from annie_quant.judge.sampling import answers_per_gate, expected_tools, reference_notes
@@ -49,8 +49,7 @@ def call(name="set_light", finish="tool_calls", text="", **arguments):
 
 
 def gates_of(answer, reference):
-    case = replace(WORKLOAD.cases[0], reference=reference)
-    return judge.faults(answer, case, WORKLOAD)
+    return judge.faults(answer, WORKLOAD.cases[0], WORKLOAD, reference)
 
 
 def failing(answer, reference):
@@ -144,7 +143,7 @@ def test_what_bf16_itself_does_is_not_held_against_the_quantized_model():
 def test_every_gate_states_what_it_compares_with():
     assert {gate.basis for gate in GATES.values()} == {"label", "reference", "rule"}
     assert all(name.startswith("same_") for name in REFERENCE_GATES)
-    table = judge.gate_table([(WORKLOAD, replace(WORKLOAD.cases[0], reference=WORDS), WORDS)] * 30)
+    table = judge.gate_table([Judged(WORKLOAD, WORKLOAD.cases[0], WORDS, WORDS)] * 30)
     assert {result.basis for name, result in table.items() if name != "call_rate"} == {"reference"}
 
 
@@ -154,10 +153,11 @@ def test_a_planted_loss_of_tool_calls_fails_and_none_passes():
 
     def verdict(lost):
         answers = [
-            (
+            Judged(
                 WORKLOAD,
-                replace(WORKLOAD.cases[0], reference=r),
+                WORKLOAD.cases[0],
                 WORDS if r.tool_calls and rng.random() < lost else r,
+                r,
             )
             for r in references
         ]
@@ -186,13 +186,13 @@ def test_a_tool_never_called_by_bf16_and_a_base_model_are_named():
         return replace(WORKLOAD.cases[0], expect={"logged": {"calls": [name]}})
 
     answers = [
-        (WORKLOAD, case("set_light"), call(room="a")),
-        (WORKLOAD, case("rare"), call(room="a")),
+        Judged(WORKLOAD, case("set_light"), call(room="a")),
+        Judged(WORKLOAD, case("rare"), call(room="a")),
     ] * 3
     assert reference_notes(answers, {}) == [
         "rare is never called by bf16 itself (3 prompts): nothing about it can be judged"
     ]
-    base = [(WORKLOAD, case("set_light"), WORDS)] * 6
+    base = [Judged(WORKLOAD, case("set_light"), WORDS)] * 6
     assert (
         "calls no tool in 6 prompts" in reference_notes(base, {})[0]
         and "base model" in reference_notes(base, {})[0]
@@ -203,9 +203,11 @@ def test_a_tool_never_called_by_bf16_and_a_base_model_are_named():
 def paired(after, references, workload=WORKLOAD, case=None):
     """Return the verdict of one member, its pairs, and the pooled gates."""
     case = case or workload.cases[0]
-    cases = [replace(case, reference=r) for r in references]
     sides = (
-        [deciding(checks(a, c, workload), a, workload) for a, c in zip(side, cases, strict=True)]
+        [
+            deciding(checks(answer, case, workload, reference), answer, workload)
+            for answer, reference in zip(side, references, strict=True)
+        ]
         for side in (references, after)
     )
     counts, together = pair_checks(zip(*sides, strict=True))
@@ -218,7 +220,7 @@ def test_a_label_that_bf16_itself_fails_tests_nothing():
     case = replace(workload.cases[0], expect={"no_tool": True})
     own = [call(room="a")] * 80
     verdict, gates, _ = paired(own, own, workload, case)
-    assert judge.gate_table((workload, case, a) for a in own)["abstention"].meets == "fail"
+    assert judge.gate_table(Judged(workload, case, a) for a in own)["abstention"].meets == "fail"
     assert (gates["abstention"].passed, gates["abstention"].lost, gates["abstention"].verdict) == (
         0,
         0,

@@ -167,12 +167,14 @@ def test_answers_and_verdicts_are_those_of_plain_decoding(
     assert len(agreeing) >= len(outcomes) - 2
     table = judge.gate_table(
         [
-            (o.request.workload, o.request.case, template.answer(o.request, o.completion))
+            judge.Judged(
+                o.request.workload, o.request.case, template.answer(o.request, o.completion)
+            )
             for o in agreeing
         ]
     )
     own = [
-        (
+        judge.Judged(
             o.request.workload,
             o.request.case,
             template.answer(o.request, Completion(*plain[o.request.name])),

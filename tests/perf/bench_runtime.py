@@ -240,7 +240,9 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
             plain.append(Completion(new[:stop], stop is not None))
         generating = time.perf_counter() - start
         tables = [
-            judge.gate_table([(a.workload, a.case, template.answer(a, d)) for a, d in pairs])
+            judge.gate_table(
+                [judge.Judged(a.workload, a.case, template.answer(a, d)) for a, d in pairs]
+            )
             for pairs in (
                 [(o.request, o.completion) for o in outcomes],
                 [(r, c) for (r, _), c in zip(answered, plain, strict=True)],

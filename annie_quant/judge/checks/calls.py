@@ -100,7 +100,9 @@ def missing(statements: Sequence[str | Sequence[str]] | str, text: str) -> str:
     return ""
 
 
-def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
+def contains(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The answer states everything in `expect.contains`."""
     statements = case.expect.get("contains")
     if not statements:
@@ -115,18 +117,24 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
 # ---- tool calls and their schemas
 
 
-def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_call(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The expected tool is called, no other one and nothing twice, with arguments that parse and fit its schema."""
     expected = case.expect.get("tool")
     return _expected_call_fault(answer, expected, workload.tools_for(case)) if expected else None
 
 
-def scenario(answer: Answer, case: Case, workload: Workload) -> str | None:
+def scenario(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The package tool-eval-bench gives the status "pass"; it plays and judges its scenarios itself (judge/tool_eval.py)."""
     return None
 
 
-def tool_call_raw(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_call_raw(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """tool_call on what the model wrote, also where the server left the call in the text.
 
     A higher rate than tool_call: the fault is the server's parser (is --tool-call-parser set?), not the model.
@@ -135,7 +143,9 @@ def tool_call_raw(answer: Answer, case: Case, workload: Workload) -> str | None:
     return _expected_call_fault(raw_view(answer, tools), expected, tools) if expected else None
 
 
-def tool_arguments(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_arguments(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Each expected argument of the call has its words (one text, or a list of alternatives)."""
     name, expected = case.expect.get("tool"), case.expect.get("arguments")
     if not name or not expected:
@@ -161,12 +171,16 @@ def tool_arguments(answer: Answer, case: Case, workload: Workload) -> str | None
     return ""
 
 
-def tool_schema(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_schema(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Something is called where calls are expected, and all arguments parse and fit their schemas."""
     return schemas_fault(answer, workload.tools_for(case)) if case.expect.get("calls") else None
 
 
-def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
+def abstention(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """No tool is called where none fits; an answer in words is expected instead."""
     if not case.expect.get("no_tool"):
         return None
@@ -177,7 +191,9 @@ def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
     return "" if answer.text.strip() else "no text was received"
 
 
-def call_rate(answer: Answer, case: Case, workload: Workload) -> str | None:
+def call_rate(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Something is called, where tools are on offer. Neither answer is right by itself: the rate is compared."""
     if not workload.tools_for(case):
         return None
@@ -291,30 +307,39 @@ def allowed(value: object) -> object:
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
-def tool_selection(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_selection(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The expected functions are called and no others, each as often as expected, in any order."""
     expected = case.expect.get("calls")
     return selection_fault(answer, expected) if expected else None
 
 
-def tool_values(answer: Answer, case: Case, workload: Workload) -> str | None:
+def tool_values(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The expected calls are made, with allowed values for every argument, in any order."""
     expected = case.expect.get("calls")
     return values_fault(answer, expected) if expected else None
 
 
-def several_calls(answer: Answer, case: Case, workload: Workload) -> str | None:
+def several_calls(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """tool_values where two calls or more are expected."""
     expected = case.expect.get("calls") or ()
     return values_fault(answer, expected) if len(expected) > 1 else None
 
 
-def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
+def use_result(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """All that is expected of an answer to what a tool returned."""
     if not case.after_result:
         return None
     faults = [
-        check(answer, case, workload) for check in (contains, tool_call, tool_values, abstention)
+        check(answer, case, workload, reference)
+        for check in (contains, tool_call, tool_values, abstention)
     ]
     applicable = [fault for fault in faults if fault is not None]
     return next(filter(None, applicable), "") if applicable else None

@@ -1,7 +1,7 @@
 """An answer against the bf16 model's own answer to the same prompt: no label is needed.
 
 Each check applies only where the bf16 answer has the property: what bf16 itself does not do is not lost by quantizing. The
-bf16 answer is `case.reference`; without one, no check applies.
+bf16 answer is `reference`; without one, no check applies.
 """
 
 from __future__ import annotations
@@ -42,26 +42,30 @@ LANGUAGES = {
 _WORD = re.compile(r"[^\W\d_]+")
 
 
-def same_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_tool(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The same functions are called as in the bf16 answer, each as often, in any order; or none, as there."""
-    if case.reference is None or not (workload.tools_for(case) or case.reference.tool_calls):
+    if reference is None or not (workload.tools_for(case) or reference.tool_calls):
         return None
     if answer.error:
         return f"the request failed: {answer.error}"
-    called, expected = _names(answer), _names(case.reference)
+    called, expected = _names(answer), _names(reference)
     if called == expected:
         return ""
     return f"it called {_listed(called)}, bf16 called {_listed(expected)}"
 
 
-def same_arguments(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_arguments(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where bf16 called a function: the same calls with equal arguments (as JSON values, text without outer white space)."""
-    if case.reference is None or not case.reference.tool_calls:
+    if reference is None or not reference.tool_calls:
         return None
-    if _names(answer) != _names(case.reference):
-        return same_tool(answer, case, workload)
+    if _names(answer) != _names(reference):
+        return same_tool(answer, case, workload, reference)
     left = [normalized_call(call) for call in answer.tool_calls]
-    for call in case.reference.tool_calls:
+    for call in reference.tool_calls:
         expected = normalized_call(call)
         if expected not in left:
             return f"{call.get('name')} has other arguments than bf16's: {str(call.get('arguments'))[:120]}"
@@ -69,22 +73,28 @@ def same_arguments(answer: Answer, case: Case, workload: Workload) -> str | None
     return ""
 
 
-def same_decline(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_decline(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where tools are on offer and bf16 calls none, none is called."""
-    if case.reference is None or case.reference.tool_calls or has_call_markup(case.reference):
+    if reference is None or reference.tool_calls or has_call_markup(reference):
         return None
-    return same_tool(answer, case, workload)
+    return same_tool(answer, case, workload, reference)
 
 
-def same_several(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_several(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """same_arguments where bf16 made two calls or more."""
-    several = case.reference is not None and len(case.reference.tool_calls) > 1
-    return same_arguments(answer, case, workload) if several else None
+    several = reference is not None and len(reference.tool_calls) > 1
+    return same_arguments(answer, case, workload, reference) if several else None
 
 
-def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_validity(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where bf16's calls parse and fit their schemas, these do too; a call left in the text counts as one that does not."""
-    reference, tools = case.reference, workload.tools_for(case)
+    tools = workload.tools_for(case)
     if reference is None or not reference.tool_calls or schemas_fault(reference, tools):
         return None
     if not answer.tool_calls and not has_call_markup(answer):
@@ -92,27 +102,31 @@ def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
     return schemas_fault(answer, tools)
 
 
-def same_text(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_text(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where bf16 answers in words, there are words too, some of them bf16's, and they do not repeat and are language."""
     if (
-        case.reference is None
-        or not case.reference.text.strip()
-        or repetition(case.reference, case, workload)
+        reference is None
+        or not reference.text.strip()
+        or repetition(reference, case, workload, None)
     ):
         return None
     if not answer.text.strip():
         return "it has no text, bf16's has"
-    words, expected = content_words(answer.text), content_words(case.reference.text)
+    words, expected = content_words(answer.text), content_words(reference.text)
     if expected and len(words & expected) < SHARED_WORDS * min(len(expected), max(len(words), 1)):
         return "it shares hardly a word with bf16's answer"
-    return repetition(answer, case, workload)
+    return repetition(answer, case, workload, None)
 
 
-def same_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_markdown(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Markdown where the bf16 answer has it, and none where it has none."""
-    if case.reference is None or not answer.text.strip() or not case.reference.text.strip():
+    if reference is None or not answer.text.strip() or not reference.text.strip():
         return None
-    kind, expected = markdown_in(answer.text), markdown_in(case.reference.text)
+    kind, expected = markdown_in(answer.text), markdown_in(reference.text)
     if bool(kind) == bool(expected):
         return ""
     return (
@@ -122,33 +136,40 @@ def same_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
     )
 
 
-def same_thinking(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_thinking(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where the bf16 answer shows no thinking, this one shows none."""
-    if case.reference is None or thinking_leak(case.reference, case, workload):
+    if reference is None or thinking_leak(reference, case, workload, None):
         return None
-    return thinking_leak(answer, case, workload)
+    return thinking_leak(answer, case, workload, None)
 
 
-def same_language(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_language(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """No other language than the bf16 answer's, by its letters and commonest words; short texts have none."""
-    if case.reference is None:
+    if reference is None:
         return None
-    language, expected = language_of(answer.text), language_of(case.reference.text)
+    language, expected = language_of(answer.text), language_of(reference.text)
     if expected is None:
         return None
     return "" if language in (None, expected) else f"it is {language}, bf16's is {expected}"
 
 
-def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_stop(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Where bf16 ends its answer itself, this one ends too."""
-    if case.reference is None or incomplete("", case.reference.finish_reason):
+    if reference is None or incomplete("", reference.finish_reason):
         return None
-    return stop(answer, case, workload)
+    return stop(answer, case, workload, None)
 
 
-def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:
+def same_length(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """At most twice as long as the bf16 answer and at least half as long, by tokens, give or take 16 of them."""
-    reference = case.reference
     if reference is None or not reference.completion_tokens or not answer.completion_tokens:
         return None
     n, expected = answer.completion_tokens, reference.completion_tokens
@@ -159,7 +180,9 @@ def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:
     return "" if low <= n <= high else f"{n} tokens, bf16's has {expected}"
 
 
-def logged_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
+def logged_tool(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The same functions are called as in the log that the prompt comes from. Another model may have written the log."""
     logged = case.expect.get("logged")
     if not isinstance(logged, Mapping) or not workload.tools_for(case):

@@ -111,7 +111,9 @@ def _nonsense(text: str) -> str:
 # ---- the answer as a whole
 
 
-def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
+def non_empty(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """Visible content or a tool call was received. An error, or white space alone, fails."""
     if answer.error:
         return f"the request failed: {answer.error}"
@@ -122,7 +124,7 @@ def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
     )
 
 
-def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
+def stop(answer: Answer, case: Case, workload: Workload, reference: Answer | None) -> str | None:
     """The model ended its answer itself."""
     if answer.error or not answer.finish_reason:
         return None
@@ -131,7 +133,9 @@ def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
     return incomplete("", answer.finish_reason)
 
 
-def repetition(answer: Answer, case: Case, workload: Workload) -> str | None:
+def repetition(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """The text is language: no loops, no garbled characters or words."""
     return (repeats(answer.text) or garbled(answer.text)) if answer.text.strip() else None
 
@@ -243,7 +247,9 @@ def _not_emphasis(children: list[Token], index: int) -> bool:
     )
 
 
-def no_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
+def no_markdown(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """An empty answer fails; a tool call without text is not checked."""
     if not answer.text.strip():
         return None if answer.tool_calls else "no text was received"
@@ -283,7 +289,9 @@ def leaked(text: str) -> str:
     )
 
 
-def thinking_leak(answer: Answer, case: Case, workload: Workload) -> str | None:
+def thinking_leak(
+    answer: Answer, case: Case, workload: Workload, reference: Answer | None
+) -> str | None:
     """With thinking off, thinking in the reasoning field fails too: the user waits for it."""
     if not workload.thinking and answer.reasoning.strip():
         return "it thought although thinking is off (in the reasoning field)"

@@ -132,7 +132,8 @@ def bench(options: BenchOptions) -> None:
     from annie_quant.cli.pipeline.run_directory import RunDirectory
     from annie_quant.report.recheck import write_judgement
 
-    output, stored = options.output, options.watch
+    output = options.output
+    stored = options.watch
     if options.aa and options.backend_b:
         raise UsageError("--aa measures backend A against itself: remove --backend-b")
     if stored and not (stored / "bench.json").is_file():
@@ -140,7 +141,8 @@ def bench(options: BenchOptions) -> None:
             f"--watch {stored}: it has no bench.json",
             "pass the folder of a finished annie-quant bench",
         )
-    backends, workloads = backends_of(options), workloads_of(options)
+    backends = backends_of(options)
+    workloads = workloads_of(options)
     settings = opt.picked(options, *SETTINGS)
     if options.aa:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
@@ -179,9 +181,12 @@ def backends_of(options: BenchOptions) -> list[Backend]:
     """Return the sides: A and B, or A twice."""
     from annie_quant.bench import Backend, key_headers
 
-    (name, url), second, endpoint = options.backend_a, options.backend_b, options.endpoint_b
+    name, url = options.backend_a
+    second = options.backend_b
+    endpoint = options.endpoint_b
     if options.aa:
-        second, endpoint = (f"{name}-again", url), options.endpoint_a
+        second = (f"{name}-again", url)
+        endpoint = options.endpoint_a
     sides = [(name, url, options.endpoint_a), *([(*second, endpoint)] if second else [])]
     headers = key_headers(options.key_env)
     return [
@@ -303,10 +308,8 @@ def attribute(options: AttributeOptions) -> None:
     if options.n:
         workloads = annie_quant.judge.sample(workloads, options.n, options.seed)
     with RunDirectory(options.output).locked(), console.task("attribute") as step:
-        headers, limits = (
-            key_headers(options.key_env),
-            (options.arms, options.timeout_s, options.seed),
-        )
+        headers = key_headers(options.key_env)
+        limits = (options.arms, options.timeout_s, options.seed)
         result = attribution.AttributionRun(
             target, workloads, options.output, headers, *limits, step
         ).run()
@@ -322,7 +325,8 @@ def target_of(options: AttributeOptions) -> Target:
     """Return the servers that the options name. Raises UsageError unless they name one kind."""
     from annie_quant.ops import attribution_servers as servers
 
-    trusted, suspect = choices("--trusted", options.trusted), choices("--suspect", options.suspect)
+    trusted = choices("--trusted", options.trusted)
+    suspect = choices("--suspect", options.suspect)
     if (options.checkpoint is not None) + (options.server_cmd is not None) + (
         options.urls is not None
     ) != 1:

@@ -273,7 +273,8 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         output=options.output,
         rows=options.rows,
     )
-    if mismatch := check_checkpoint(job.checkpoint, job.workloads, options.allow_prompt_mismatch):
+    mismatch = check_checkpoint(job.checkpoint, job.workloads, options.allow_prompt_mismatch)
+    if mismatch:
         console.note(mismatch)
     job = job.audited()
     for fault in job.faults:
@@ -300,14 +301,16 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
 
 def summary_lines(result: Evaluation) -> list[str]:
     """Return a line per numerics and scored text, and per ensemble the gates whose counts differ between its members."""
-    members, ranges = {}, {}
+    members = {}
+    ranges = {}
     for name, side in result.numerics.items():
         own = {
             k.removeprefix(f"{name}+"): m
             for k, m in result.members.items()
             if k.startswith(f"{name}+")
         }
-        members[name], ranges[name] = own, list[str]()
+        members[name] = own
+        ranges[name] = list[str]()
         for gate, row in side.gates.items():
             passes = [row.passes, *(m.gates[gate].passes for m in own.values() if gate in m.gates)]
             if min(passes) != max(passes):

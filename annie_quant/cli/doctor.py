@@ -158,7 +158,8 @@ class ValidateOptions:
 
 def validate_gpu(options: ValidateOptions = ValidateOptions()) -> None:
     """Check NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 without a GPU."""
-    container, stack = options.container, options.stack
+    container = options.container
+    stack = options.stack
     if container is None and options.dry_run:
         raise UsageError("--dry-run needs --container")
     if container is None:

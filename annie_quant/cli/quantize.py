@@ -92,8 +92,11 @@ def quantize(options: QuantizeOptions) -> None:
     from annie_quant.checkpoint import ModelFolder, decode_speed
     from annie_quant.quantize import estimates
 
-    strategy, model, samples = options.strategy, options.model, options.calib_samples
-    if invalid := [item for item in options.settings if "=" not in item]:
+    strategy = options.strategy
+    model = options.model
+    samples = options.calib_samples
+    invalid = [item for item in options.settings if "=" not in item]
+    if invalid:
         raise UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     own = dict(item.split("=", 1) for item in options.settings)
     limits = {name: getattr(options, name) for name in ("effort", "max_gb", "min_tps", "max_loss")}

@@ -73,7 +73,8 @@ def gate_lines(
         head.append(["finds", *losses])
     own = [[name, *(_passes(reference.get(gate), n[gate]) for gate in gates)]] if reference else []
     cells = [_column(column, gates, n) for column in columns]
-    tables, notes = _tables([*head, *own], cells, width), list[str]()
+    tables = _tables([*head, *own], cells, width)
+    notes = list[str]()
     if any(result.basis for result in gates.values()):
         against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
         wider = _tables([*head, against, *own], cells, width)
@@ -148,7 +149,8 @@ def _column(
 ) -> list[str]:
     cells = [column.name]
     for gate in gates:
-        result, pair = column.gates.get(gate), column.paired.get(gate)
+        result = column.gates.get(gate)
+        pair = column.paired.get(gate)
         text = _passes(result, n[gate])
         if result is not None and pair is not None:
             text += f" {points(pair.difference)}"
@@ -262,7 +264,8 @@ def requirement_lines(
     for name, gates in columns.items():
         required = sorted((r.requirement, _absolute(r)) for r in gates.values() if r.requirement)
         numbers = {o: " ".join(number for number, own in required if own == o) for o in ABSOLUTE}
-        if parts := [f"{word} {numbers[o]}" for o, word in ABSOLUTE.items() if numbers[o]]:
+        parts = [f"{word} {numbers[o]}" for o, word in ABSOLUTE.items() if numbers[o]]
+        if parts:
             lines += wrap(f"{name} {'; '.join(parts)}", width)
     return lines
 

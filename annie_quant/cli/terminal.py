@@ -88,7 +88,8 @@ class TerminalTask:
     """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
     def __init__(self, title: str, bar: RichProgress | None = None) -> None:
-        self._title, self._bar = title, bar
+        self._title = title
+        self._bar = bar
         self._task = bar.add_task(literal(title), total=None) if bar else None
         self.state = ""
 
@@ -113,7 +114,8 @@ class TerminalTask:
 @contextlib.contextmanager
 def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
     """Write a line every HEARTBEAT_S while the block runs, for a log or a pipe. write: gets the seconds since the start."""
-    start, end = time.monotonic(), threading.Event()
+    start = time.monotonic()
+    end = threading.Event()
 
     def beat() -> None:
         with contextlib.suppress(
@@ -268,9 +270,11 @@ def refuse_stale_prompt(
     if conversations is None:
         return
     rows = read_rows(conversations)
-    if message := check_prompt_hash(rows, persona, allow=allow):
+    message = check_prompt_hash(rows, persona, allow=allow)
+    if message:
         console.note(message)
-    if message := form_report(rows, load_persona(persona) if persona else None):
+    message = form_report(rows, load_persona(persona) if persona else None)
+    if message:
         console.note(
             f"{message} (annie-quant data --check --persona {persona or 'FILE'} --output {conversations})"
         )

@@ -48,14 +48,19 @@ if TYPE_CHECKING:
 
 MAX_ARMS = 12  # with answers; one that no server starts with costs no requests
 # Of a fault that an arm contains: the test misses it. Of an arm without one: the test finds one all the same.
-MISS, FALSE_ALARM = 0.03, 0.005
+MISS = 0.03
+FALSE_ALARM = 0.005
 # Posterior probability from which an explanation, or a cause, counts as the right one.
 CERTAIN = 0.85
 # Open explanations are shown from this share of the likeliest one's probability on.
 SHOWN = 0.3
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
-PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
-USED_UP, FEW = "all arms were used", "a loss that these few prompts cannot prove: use a larger --n"
+PAIR = 0.2
+KNOWN_PAIR = 0.5
+SECOND = 0.2
+CHANCE = 0.05
+USED_UP = "all arms were used"
+FEW = "a loss that these few prompts cannot prove: use a larger --n"
 # Known from reports: vllm-project/vllm#53912 and #43559 (MTP with the prefix cache), FP8 keys and values with cached prefixes.
 KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"})
 # A factor has an effect only in arms with the other one too: bf16 weights have no 4-bit activations.
@@ -132,7 +137,8 @@ def plan(
     """Return the next arm, or the conclusion. factors: in the order of their names in arms; results: of all arms tried so far."""
     untested = untested_factors(factors, results)
     active = tuple(name for name in factors if name not in untested)
-    full, bases = frozenset(active), [r for r in results if not r.factors]
+    full = frozenset(active)
+    bases = [r for r in results if not r.factors]
     if len(bases) < 2:
         return NextArm((), "again, for the noise" if bases else "all trusted", again=bool(bases))
     measured = {
@@ -242,7 +248,8 @@ class _CauseSearch:
         import numpy as np
 
         best = int(self.posterior.argmax())
-        causes, certain = self.explanations[best], self.posterior[best] >= CERTAIN
+        causes = self.explanations[best]
+        certain = self.posterior[best] >= CERTAIN
         alone = [self.alone(cause) for cause in causes]
         proofs = (
             [arm for arm in (*alone, self.without(causes)) if self.possible[arm]] if causes else []
@@ -393,7 +400,8 @@ class AttributionRun:
         values |= {
             v.name: v.suspect if v.name in step.factors else v.trusted for v in self.target.varied
         }
-        settings, name = request_settings(values), arm_name(step)
+        settings = request_settings(values)
+        name = arm_name(step)
         workloads = [with_fields(w, settings.fields) for w in self.workloads]
         asked = [(w.name, workload_settings(w).asked_sha256) for w in workloads]
         folder = keyed_folder(
@@ -497,14 +505,16 @@ def compare_answers(
         gates = [g for g in row if decides(g) and not GATES[g].two_sided and g not in informative]
         rules = [g for g in gates if g not in REFERENCE_GATES]
         same = [] if has_label(row) else [g for g in gates if g in REFERENCE_GATES]
-        new, floor = after.get(prompt, {}), second.get(prompt, {})
+        new = after.get(prompt, {})
+        floor = second.get(prompt, {})
         was_right = all(row[g] for g in rules) and all(floor.get(g, False) for g in same)
         is_right = all(new.get(g, False) for g in (*rules, *same))
         count = counts[has_label(row)]
         count[0] += bool(rules or same)
         count[1] += was_right and not is_right
         count[2] += is_right and not was_right
-    (n, lost, won), (n_same, lost_same, won_same) = counts[True], counts[False]
+    n, lost, won = counts[True]
+    n_same, lost_same, won_same = counts[False]
     p_values = [mcnemar(lost, won)] * bool(n) + [
         excess_loss(lost_same, n_same, MARGIN, won_same)
     ] * bool(n_same)

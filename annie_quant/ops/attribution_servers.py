@@ -32,7 +32,8 @@ from annie_quant.ops import serving
 from annie_quant.ops.serving import RecipeRuntime, template_of
 
 SERVED = "as served"  # the value that a recipe has, or leaves to the server
-OFF, ON = "off", "on"
+OFF = "off"
+ON = "on"
 
 
 class Varied(msgspec.Struct, frozen=True):
@@ -235,9 +236,11 @@ def changed_command(runtime: str, words: Sequence[str], values: Mapping[str, str
     """Return a recipe's command with the values of an arm; a factor that is as served keeps the recipe's words."""
     result = [*words, REPORTS_HITS[runtime]]
     for name, flags in SETTINGS[runtime].items():
-        if (value := values.get(name, SERVED)) == SERVED:
+        value = values.get(name, SERVED)
+        if value == SERVED:
             continue
-        kept, option = [], ""
+        kept = []
+        option = ""
         for word in result:
             option = word if word.startswith("--") else option
             if option not in flags.options:
@@ -282,7 +285,8 @@ def fixed_factors(
     known: set[str], stated: Iterable[str], where: str, reason: str
 ) -> dict[str, str]:
     """Return the factors that are not in `known`, with the reason. Raises UsageError where the user stated another one."""
-    if unknown := sorted({*stated} - known):
+    unknown = sorted({*stated} - known)
+    if unknown:
         raise UsageError(
             f"{unknown[0]} cannot be set {where}", f"choose one of: {', '.join(sorted(known))}"
         )
@@ -340,12 +344,11 @@ class RuntimeTarget:
         folder: Path,
         recipe: str | None = None,
     ) -> None:
-        (checkpoint, reference), (trusted, suspect) = models, choices
-        self.runtime, self.recipe, self.checkpoint = (
-            serving.find_runtime(runtime),
-            recipe,
-            checkpoint,
-        )
+        checkpoint, reference = models
+        trusted, suspect = choices
+        self.runtime = serving.find_runtime(runtime)
+        self.recipe = recipe
+        self.checkpoint = checkpoint
         known = {
             "weights",
             "prefix",
@@ -393,7 +396,8 @@ class RuntimeTarget:
 
 def _templates(reference: Path, checkpoint: Path, folder: Path) -> Sides:
     """Return the factor `template` of both sides where their models' templates differ: else it would be the weights' fault."""
-    good, bad = template_text(reference), template_text(checkpoint)
+    good = template_text(reference)
+    bad = template_text(checkpoint)
     if not good or not bad or good == bad:
         return {}, {}
     paths = [folder / "templates" / f"{side}.jinja" for side in ("trusted", "suspect")]
@@ -429,9 +433,11 @@ class CommandTarget:
         names = {*_PLACEHOLDER.findall(line)}
         if "port" not in names:
             raise UsageError("--server-cmd has no {port}", "add it, for example: --port {port}")
-        known, reason = names | IN_REQUESTS, "--server-cmd has no placeholder for it"
+        known = names | IN_REQUESTS
+        reason = "--server-cmd has no placeholder for it"
         self.fixed = fixed_factors(known, [*trusted, *suspect], "by --server-cmd", reason)
-        if missing := sorted(names - {"port", *trusted, *suspect}):
+        missing = sorted(names - {"port", *trusted, *suspect})
+        if missing:
             stated = f"--trusted {missing[0]}=VALUE --suspect {missing[0]}=VALUE"
             raise UsageError(
                 f"--server-cmd has {{{missing[0]}}}, which has no values", f"add {stated}"
@@ -458,7 +464,8 @@ class UrlTarget:
     def __init__(
         self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices
     ) -> None:
-        where, reason = "at servers that run already", "part of what differs between the servers"
+        where = "at servers that run already"
+        reason = "part of what differs between the servers"
         self.fixed = fixed_factors(IN_REQUESTS, [*trusted, *suspect], where, reason)
         defaults = {"server": suspect_url, "prefix": ON}
         self.varied, self.constant = vary({"server": trusted_url, **trusted}, suspect, defaults)

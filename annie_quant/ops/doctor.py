@@ -166,11 +166,14 @@ EXTRAS = {
 }
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt"}
 MACHINES = ("x86_64", "aarch64")
-MIN_MEMORY_BYTES, MIN_DISK_BYTES, LARGE_CACHE_SHARE = 2_000_000_000, 2_000_000_000, 0.4
+MIN_MEMORY_BYTES = 2_000_000_000
+MIN_DISK_BYTES = 2_000_000_000
+LARGE_CACHE_SHARE = 0.4
 
 
 def check_python(probe: Probe) -> list[CheckResult]:
-    version, machine = probe.python(), probe.machine()
+    version = probe.python()
+    machine = probe.machine()
     message = f"Python {'.'.join(map(str, version))} on {machine}"
     if version < (3, 10):
         findings = [
@@ -188,10 +191,8 @@ def check_python(probe: Probe) -> list[CheckResult]:
             note("processor", machine, "the codec uses its portable form there, which is slower")
         )
     if probe.externally_managed() and not probe.in_venv():
-        message, fix = (
-            "the system's Python, which refuses pip (PEP 668)",
-            "python3 -m venv .venv && . .venv/bin/activate",
-        )
+        message = "the system's Python, which refuses pip (PEP 668)"
+        fix = "python3 -m venv .venv && . .venv/bin/activate"
         findings.append(note("environment", message, "pip install fails here", fix))
     return findings
 
@@ -213,10 +214,8 @@ def check_extras(probe: Probe) -> list[CheckResult]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if not probe.installed(module)]
         if missing:
-            message, why = (
-                f"missing: {', '.join(missing)}",
-                f"stages that need `{extra}` will not run",
-            )
+            message = f"missing: {', '.join(missing)}"
+            why = f"stages that need `{extra}` will not run"
             findings.append(
                 note(f"extra {extra}", message, why, f'pip install "annie-quant[{extra}]"')
             )
@@ -271,7 +270,8 @@ def check_ownership(probe: Probe) -> list[CheckResult]:
         _hub_folder(probe),
         Path("~/.cache/vllm").expanduser(),
     )
-    why, fix = "containers that run as root create such folders", "sudo chown -R $(id -u):$(id -g)"
+    why = "containers that run as root create such folders"
+    fix = "sudo chown -R $(id -u):$(id -g)"
     return [
         fault("ownership", f"{folder} is not writable for this user", why, f"{fix} {folder}")
         for folder in folders
@@ -324,15 +324,14 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
         ]
     findings = []
     for gpu in smi_rows(answer.text, GPU_FIELDS):
-        capability, driver = gpu["compute_cap"], gpu["driver_version"]
+        capability = gpu["compute_cap"]
+        driver = gpu["driver_version"]
         findings.append(
             ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}")
         )
         if capability.startswith("12.") and (_major(driver) or CUDA_13_DRIVER) < CUDA_13_DRIVER:
-            message, fix = (
-                f"driver {driver} is older than CUDA 13's",
-                f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
-            )
+            message = f"driver {driver} is older than CUDA 13's"
+            fix = f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer"
             findings.append(
                 fault("driver", f"{message} ({CUDA_13_DRIVER})", "SM 12.x needs CUDA 13", fix)
             )

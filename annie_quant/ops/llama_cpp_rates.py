@@ -46,7 +46,8 @@ ATTENTION = (
     (128, 8, 16),
 )
 DEPTHS = (0, 512, 1536)
-TOKENS, REPEATS = 16, 4
+TOKENS = 16
+REPEATS = 4
 ROUNDS = 2  # of the products, because a machine's bandwidth changes over seconds
 SEED = 0
 
@@ -66,7 +67,8 @@ class Probe(NamedTuple):
 
     def linears(self) -> list[tuple[str, Product]]:
         """Return the linears of a layer by llama.cpp's names."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         shapes = {
             "attn_q": (queries, self.hidden),
             "attn_k": (keys, self.hidden),
@@ -249,7 +251,8 @@ def fit(
         rows.append(list(row.values()))
     cost = dict(zip(names, nonnegative_fit(np.array(rows), np.array(products)), strict=True))
 
-    layers, rates = ATTENTION_PROBES[0].layers, []
+    layers = ATTENTION_PROBES[0].layers
+    rates = []
     slopes = [(many - some) / (DEPTHS[2] - DEPTHS[1]) / layers for _, some, many in attention]
     starts = [
         (t[1] - t[0]) / layers - DEPTHS[1] * slope

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
 
 
-TENSORS, FORMATS = "tensors", "formats"
+TENSORS = "tensors"
+FORMATS = "formats"
 AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package installed next to it"
 # Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -83,7 +84,8 @@ def check_served(
     answers, served, result = server_checks.check_server(url, checkpoint, reference, headers)
     root = server_checks.check_url(url)
     server = Backend("server", root, headers=headers or {})
-    who, info = identity(server), sglang_page(server)
+    who = identity(server)
+    info = sglang_page(server)
     if load_report is not None:
         loaded = check_load(checkpoint, read_report(load_report))
     elif served.family == "llama.cpp":
@@ -125,7 +127,8 @@ def check_load(checkpoint: Path, loads: list[LoadedModel]) -> list[CheckResult]:
 
 
 def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[CheckResult]:
-    family, used = model.folder.family, {name for load in loads for name in load.used}
+    family = model.folder.family
+    used = {name for load in loads for name in load.used}
     dropped = [name for name in model.folder if name not in used]
     optional = [n for n in dropped if family.is_auxiliary(n) or n.endswith(OPTIONAL)]
     lost = [n for n in dropped if n not in optional]
@@ -196,7 +199,8 @@ def is_other(stored: str, scheme: list[str]) -> bool:
 def members(model: QuantizedFolder, module: str) -> list[str]:
     """Return the checkpoint's linears that one of vLLM's modules holds, without the prefix of their form."""
     short = models.short_name(module)
-    layer, name = models.layer_of(short), short.rpartition(".")[2]
+    layer = models.layer_of(short)
+    name = short.rpartition(".")[2]
     if not layer or name not in model.folder.family.fused:
         return [short]
     return [f"{layer}.{member}" for member in model.folder.family.fused[name]]
@@ -291,7 +295,9 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
 
 DRAFTS = "drafts"
 NOT_ACCEPTED = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
-N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
+# tokens per answer, and answers
+N_DRAFTED = 32
+N_PROMPTS = 8
 
 
 def check_drafts(
@@ -307,23 +313,20 @@ def check_drafts(
             for reply in replies
             if reply.status == 200
         ]
-        drafted, accepted = (
-            sum(a.draft_n for a in answers),
-            sum(a.draft_n_accepted for a in answers),
-        )
+        drafted = sum(a.draft_n for a in answers)
+        accepted = sum(a.draft_n_accepted for a in answers)
         steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
     else:
         server = Backend("server", root, headers=headers or {})
-        before, model = read_counters(server), server_checks.model_name(root, headers)
+        before = read_counters(server)
+        model = server_checks.model_name(root, headers)
         bodies = [server_checks.openai_body(model, p, N_DRAFTED) for p in prompts]
         server_checks.post(root + server_checks.OPENAI, bodies, headers)
         after = read_counters(server)
         steps = drafted = accepted = 0
         if before and after:
-            drafted, accepted = (
-                int(after.drafted - before.drafted),
-                int(after.accepted - before.accepted),
-            )
+            drafted = int(after.drafted - before.drafted)
+            accepted = int(after.accepted - before.accepted)
             steps = int(after.generated - before.generated) - accepted
     if drafted <= 0:
         return note(
@@ -347,7 +350,8 @@ def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[
     root = server_checks.check_url(url)
     server_checks.model_name(root, headers)  # raises where nothing answers
     server = Backend("server", root, headers=headers or {})
-    who, info = identity(server), sglang_page(server)
+    who = identity(server)
+    info = sglang_page(server)
     message = (
         f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
     )
@@ -398,7 +402,8 @@ def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResu
         if checkpoint
         else set()
     )
-    used, path = _text(info, "quantization"), Path(_text(info, "model_path") or "/nowhere")
+    used = _text(info, "quantization")
+    path = Path(_text(info, "model_path") or "/nowhere")
     if checkpoint and path.is_dir() and not path.samefile(checkpoint):
         yield fault(
             "checkpoint",
@@ -422,7 +427,8 @@ def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResu
         f"--{name.replace('_', '-')}": _text(info, name)
         for name in ("tool_call_parser", "reasoning_parser")
     }
-    if missing := [flag for flag, value in parsers.items() if not value]:
+    missing = [flag for flag, value in parsers.items() if not value]
+    if missing:
         why = "tool calls stay in the text, or thinking leaks: a fault of the server, not of the model"
         fix = (
             "start it with --reasoning-parser qwen3 --tool-call-parser qwen3_coder, or its family's"

@@ -139,7 +139,9 @@ def wait_ready(
 
     progress: gets a message when the start phase in the log changes
     """
-    deadline, checked, phase = time.monotonic() + timeout_s, 0.0, ""
+    deadline = time.monotonic() + timeout_s
+    checked = 0.0
+    phase = ""
     try:
         while time.monotonic() < deadline:
             if not server.alive:
@@ -147,9 +149,8 @@ def wait_ready(
                     f"{server.name} stopped while starting: {cause_line(server.log)}",
                     hint(server.log),
                 )
-            if (url := address()) and fetch(
-                url.rstrip("/") + HEALTH, timeout_s=PROBE_S
-            ).status == 200:
+            url = address()
+            if url and fetch(url.rstrip("/") + HEALTH, timeout_s=PROBE_S).status == 200:
                 server.url = url
                 return
             if time.monotonic() - checked > PHASE_S:

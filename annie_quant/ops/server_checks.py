@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 120.0
 MAX_BYTES = 16 << 20
-NATIVE, SGLANG = "/completion", "/generate"  # llama.cpp's and SGLang's own path
+# llama.cpp's and SGLang's own path
+NATIVE = "/completion"
+SGLANG = "/generate"
 OPENAI = "/v1/completions"
 
 
@@ -80,7 +82,8 @@ def served_answers(
             replies += post(root + path, bodies[1:], headers)
             break
     else:
-        path, model = OPENAI, model_name(root, headers)
+        path = OPENAI
+        model = model_name(root, headers)
         more = {"logprobs": n_best, "return_tokens_as_token_ids": True}
         replies = post(
             root + path, [openai_body(model, p, n_tokens) | more for p in prompts], headers
@@ -184,9 +187,12 @@ def token_id(text: str) -> int:
     return int(number)
 
 
-ARITHMETIC, COMPARE = "served arithmetic", "compare the served folder with --checkpoint"
+ARITHMETIC = "served arithmetic"
+COMPARE = "compare the served folder with --checkpoint"
 ANOTHER = "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel"
-N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
+N_PROMPTS = 20
+N_TOKENS = 12
+N_BEST = 5
 
 
 def check_server(
@@ -205,7 +211,8 @@ def check_server(
     prompts = offline.prompts(reference or checkpoint, N_PROMPTS)
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
     if not any(a.text for a in served.answers):
-        tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
+        tokens = [a.tokens for a in served.answers]
+        logprobs = [a.logprobs for a in served.answers]
         result = offline.compare_with_server(
             checkpoint, reference, prompts, tokens, logprobs, served.family
         )

@@ -37,7 +37,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
-    status_fd, container_file, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    status_fd = int(sys.argv[1])
+    container_file = sys.argv[2]
+    command = sys.argv[3:]
     os.set_inheritable(status_fd, False)
     process_control = ctypes.CDLL(None, use_errno=True).prctl
     # Processes whose parent ended become children of this one, so that they can be found.
@@ -85,7 +87,8 @@ def watch(child: int, wake_read: int) -> int | None:
             numbers = os.read(wake_read, 512)
             if any(number in STOP_SIGNALS for number in numbers):
                 return None
-            if (status := reap(child)) is not None:
+            status = reap(child)
+            if status is not None:
                 return status
         if 0 in readable and not os.read(0, 512):
             return None
@@ -93,11 +96,13 @@ def watch(child: int, wake_read: int) -> int | None:
 
 def stop_all(child: int, status: int | None) -> int:
     """End the server and all its descendants: SIGTERM, then SIGKILL after GRACE_S. Returns the server's wait status."""
-    deadline, number = time.monotonic() + GRACE_S, signal.SIGTERM
+    deadline = time.monotonic() + GRACE_S
+    number = signal.SIGTERM
     if status is None:
         send([child], number)  # the main process first: many servers end their workers in order
     while True:
-        if (ended := reap(child)) is not None:
+        ended = reap(child)
+        if ended is not None:
             status = ended
         left = descendants()
         if not left:

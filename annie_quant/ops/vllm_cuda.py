@@ -26,7 +26,8 @@ from annie_quant.ops.vllm_layers import LoadedLinear, VllmObject
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWITCH, EXPERTS_SWITCH = "ANNIE_QUANT_VLLM_KERNEL", "ANNIE_QUANT_VLLM_EXPERTS"
+SWITCH = "ANNIE_QUANT_VLLM_KERNEL"
+EXPERTS_SWITCH = "ANNIE_QUANT_VLLM_EXPERTS"
 NAME = "AnnieQuantNvFp4LinearKernel"
 MARLIN = "MarlinNvFp4LinearKernel"
 LEAST_CAPABILITY = 80
@@ -86,10 +87,8 @@ def _replace_marlin() -> None:
         return
     ours = kernel(marlin)
     # All names are read before the first change, so that a vLLM with others is not half changed.
-    table, by_backend = (
-        linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA],
-        linear._LINEAR_BACKEND_KERNEL_MAP["marlin"],
-    )
+    table = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]
+    by_backend = linear._LINEAR_BACKEND_KERNEL_MAP["marlin"]
     place = table.index(marlin)
     extend_compile_key(VllmConfig, compile_key)
     table.insert(place, ours)

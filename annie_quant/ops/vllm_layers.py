@@ -112,9 +112,12 @@ def take_linear(layer: LoadedLinear, logger: str) -> str:
 
     from annie_quant.gemm import oracle, torch_op
 
-    codes, block_scale, dtype = layer.weight.data, layer.weight_scale.data, layer.params_dtype
+    codes = layer.weight.data
+    block_scale = layer.weight_scale.data
+    dtype = layer.params_dtype
     key = (str(codes.device), tuple(codes.shape), str(dtype))
-    if reason := refused(key, dtype):
+    reason = refused(key, dtype)
+    if reason:
         return reason
     try:
         torch_op.register()
@@ -183,7 +186,8 @@ def stand_for(
     """Replace Marlin's classes and its conversion of loaded weights by ours, made from vLLM's. Later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
-    classes, convert = nvfp4.backend_to_kernel_cls, getattr(nvfp4, CONVERT)
+    classes = nvfp4.backend_to_kernel_cls
+    convert = getattr(nvfp4, CONVERT)
     if hasattr(classes, "annie_quant"):
         return
 
@@ -256,9 +260,12 @@ def take_experts(
     """
     from annie_quant.gemm import grouped, oracle
 
-    w13, w2, dtype = tensors["w13"].data, tensors["w2"].data, layer.params_dtype
+    w13 = tensors["w13"].data
+    w2 = tensors["w2"].data
+    dtype = layer.params_dtype
     key = ("experts", str(w13.device), tuple(w13.shape), tuple(w2.shape), str(dtype))
-    if reason := unsupported(layer, tensors["is_act_and_mul"]) or refused(key, dtype):
+    reason = unsupported(layer, tensors["is_act_and_mul"]) or refused(key, dtype)
+    if reason:
         return reason
     try:
         grouped.register()
@@ -275,7 +282,8 @@ def take_experts(
         errors = lambda: max(  # noqa: E731
             check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1)
         )
-        if reason := checked(key, errors, "NVFP4 experts", w13.device, logger):
+        reason = checked(key, errors, "NVFP4 experts", w13.device, logger)
+        if reason:
             return reason
     except Exception as error:
         return in_one_line(error)
@@ -364,7 +372,8 @@ def compute_experts(
 
     from annie_quant.gemm import grouped
 
-    (tokens, hidden), top_k = hidden_states.shape, topk_ids.shape[1]
+    tokens, hidden = hidden_states.shape
+    top_k = topk_ids.shape[1]
     pairs = tokens * top_k
     tile = grouped.plan_tokens(
         pairs, w1.shape[0], top_k, 2 * width, hidden, hidden_states.device.index

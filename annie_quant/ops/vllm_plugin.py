@@ -47,7 +47,8 @@ def multiply(
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     if input_scale:
         rows = codec.fake_quant_eager(rows, input_scale, GROUP)
-    n, k = codes.shape[0], rows.shape[1]
+    n = codes.shape[0]
+    k = rows.shape[1]
     if rows.shape[0] <= linears.FEW_ROWS:
         y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
     else:

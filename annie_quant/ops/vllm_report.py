@@ -29,11 +29,9 @@ def install(path: Path) -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    load, load_weights, weights = (
-        BaseModelLoader.load_model,
-        DefaultModelLoader.load_weights,
-        DefaultModelLoader.get_all_weights,
-    )
+    load = BaseModelLoader.load_model
+    load_weights = DefaultModelLoader.load_weights
+    weights = DefaultModelLoader.get_all_weights
     if hasattr(load, "annie_quant"):
         return
 
@@ -64,7 +62,8 @@ def install(path: Path) -> None:
 
     load_model.annie_quant = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
-    DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights = counted, get_all_weights
+    DefaultModelLoader.load_weights = counted
+    DefaultModelLoader.get_all_weights = get_all_weights
 
 
 def write(

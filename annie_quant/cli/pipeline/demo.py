@@ -87,7 +87,8 @@ SIDES = {
     "best": Side("NVFP4 best", "best", options={"effort": "fast", "share": 0.02}),
     "q4_k_m": Side("Q4_K_M", gguf_type="Q4_K_M"),
 }
-CANDIDATE, INCUMBENT = "best", "q4_k_m"
+CANDIDATE = "best"
+INCUMBENT = "q4_k_m"
 STRATEGIES = [
     side.strategy for side in SIDES.values() if side.strategy
 ]  # each is judged without a server
@@ -125,11 +126,13 @@ class Demo:
     """The demo's stages."""
 
     def __init__(self, directory: RunDirectory, settings: DemoSettings, console: Console) -> None:
-        persona, workloads = settings.persona, settings.workloads
+        persona = settings.persona
+        workloads = settings.workloads
         ours = persona is None and workloads is None
         self.persona = data.load_persona(persona or "annie")
         self.served = resolve(persona, SERVED if ours else workloads)
-        self.dir, self.n_served = directory, settings.n_served
+        self.dir = directory
+        self.n_served = settings.n_served
         self.answers = ProcessJob(
             reference=str(MODEL),
             cache=str(directory / "eval"),
@@ -209,7 +212,8 @@ class Demo:
 
     def measure_servers(self, progress: Progress) -> StageResult:
         workloads = judge.sample(self.served, self.n_served)
-        servers, source = [], self.stages.base["model"]
+        servers = []
+        source = self.stages.base["model"]
         try:
             for name in BACKENDS:
                 progress.message(f"starting {name}")
@@ -261,7 +265,8 @@ class Demo:
         return DemoResult(**msgspec.structs.asdict(verdict), summary=summary, report=str(paths[0]))
 
     def model_row(self, name: str) -> ModelRow:
-        side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
+        side = SIDES[name]
+        gguf = self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
         from_gguf = name == INCUMBENT
         size = gguf_size(gguf) if from_gguf else folder_size(checkpoint.ModelFolder(folder))
@@ -287,7 +292,8 @@ def add_evaluation(aggregates: Aggregates, model: str, path: Path) -> None:
     aggregates.members[model] = msgspec.convert(
         document.get("members", {}), dict[str, documents.OfflineSide]
     )
-    if blocking := document.get("blocking"):
+    blocking = document.get("blocking")
+    if blocking:
         aggregates.blocking[model] = list(blocking)
 
 
@@ -320,7 +326,8 @@ def claim(aggregates: Aggregates, name: str) -> str:
     chosen = decision.decision(aggregates, name)
     if chosen is None or not any(chosen.gates.values()):
         return "was not judged."
-    if reasons := chosen.confounded or decision.blocking_of(aggregates, name):
+    reasons = chosen.confounded or decision.blocking_of(aggregates, name)
+    if reasons:
         return f"cannot be compared: {', '.join(reasons)}."
     gates = chosen.gates["fail"] or chosen.gates["undecided"]
     places = len({gate.where for kind in chosen.gates.values() for gate in kind})

@@ -94,7 +94,8 @@ def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
 
     every: the other strategies, too. Of equal bytes the cheapest to make is first. Training is last.
     """
-    folder, notes = ModelFolder(model), list[str]()
+    folder = ModelFolder(model)
+    notes = list[str]()
     points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
         under = [
@@ -123,7 +124,10 @@ class Search:
         order: Sequence[str],
         workloads: Sequence[Workload],
     ) -> None:
-        self.stages, self.settings, self.order, self.workloads = stages, settings, order, workloads
+        self.stages = stages
+        self.settings = settings
+        self.order = order
+        self.workloads = workloads
         self.prompts = offline_prompts(settings.n, workloads)
         self.counts = answers_per_gate(self.prompts)
         self.result = documents.SearchResult(
@@ -182,13 +186,16 @@ class Search:
 
     def attempt(self, strategy: str) -> documents.StrategyRow:
         """Try one strategy, and return its row of the table."""
-        stages, before_s = self.stages, self.spent_s()
+        stages = self.stages
+        before_s = self.spent_s()
         row = documents.StrategyRow(
             strategy, passed=False, outcome="", why=[], path=[], numerics={}
         )
         audit, fault = quantize_and_audit(stages, strategy)
         if audit is None:
-            row.error, row.outcome, row.path = fault, "could not be made", [f"quantize → {fault}"]
+            row.error = fault
+            row.outcome = "could not be made"
+            row.path = [f"quantize → {fault}"]
             return row
         self.measure_size(row)
         if same := next(
@@ -198,9 +205,11 @@ class Search:
             return msgspec.structs.replace(
                 same, strategy=strategy, path=path, seconds=round(self.spent_s() - before_s, 1)
             )
-        row.audit, row.loads = audit.summary, audit.loads
+        row.audit = audit.summary
+        row.loads = audit.loads
         if fault:
-            row.outcome, row.why = "unsound checkpoint", [fault]
+            row.outcome = "unsound checkpoint"
+            row.why = [fault]
             row.path.append(f"audit → {fault}")
         else:
             self.evaluate(row)
@@ -211,13 +220,16 @@ class Search:
         shards = ModelFolder(self.stages.checkpoint(row.strategy))
         row.model_sha256 = model_sha256(shards.path)
         size = folder_size(shards)
-        row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
+        row.size_bytes = size.size_bytes
+        row.bits_per_weight = size.bits_per_weight
         speed = decode_speed.predict(shards, decode_speed.DEVICES["gb10"])
-        row.read_bytes, row.predicted_tok_s = speed.read_bytes, speed.tok_s
+        row.read_bytes = speed.read_bytes
+        row.predicted_tok_s = speed.tok_s
 
     def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
-        settings, folder = self.settings, self.stages.checkpoint(row.strategy)
+        settings = self.settings
+        folder = self.stages.checkpoint(row.strategy)
         first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
         keep_numerics(row, first)
         judged = [
@@ -233,7 +245,9 @@ class Search:
         )
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
         if failed_smoke:
-            row.outcome, row.why, row.incoherent = "gibberish", failed_smoke, True
+            row.outcome = "gibberish"
+            row.why = failed_smoke
+            row.incoherent = True
             row.path.append(
                 f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive"
             )
@@ -243,7 +257,8 @@ class Search:
             row.path.append("smoke → coherent")
         missing = decision.missing_numerics(row.numerics, settings.required)
         if missing and not settings.every:
-            row.outcome, row.why = missing[0], missing
+            row.outcome = missing[0]
+            row.why = missing
             row.path.append(f"servers → {'; '.join(missing)}")
             return
         # The whole table is for comparison, so all of it rests on the same prompts.
@@ -361,10 +376,8 @@ def standing(row: documents.StrategyRow) -> str:
     if row.verdict is None:
         return f"not accepted: {len(row.why)} reasons"
     members = row.verdict.members.values()
-    lost, undecided = (
-        {g for m in members for g in m.loses},
-        {g for m in members for g in m.undecided},
-    )
+    lost = {g for m in members for g in m.loses}
+    undecided = {g for m in members for g in m.undecided}
     if not lost and undecided:
         return f"undecided: {', '.join(sorted(map(rule.title, undecided)))} need more prompts"
     return (
@@ -456,7 +469,8 @@ def hardened(
     )
     rows: dict[str, documents.HardenedGate] = {}
     for kind, gate in lost:
-        after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
+        after = result.numerics[kind].gates.get(gate)
+        reference = result.reference_gates.get(gate)
         if after is not None and reference is not None:
             before, under, bf16 = ([r.passes, r.n] for r in (tables[kind][gate], after, reference))
             rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(

@@ -91,8 +91,11 @@ class Stages:
         console: Console,
         work: Path | None = None,
     ) -> None:
-        self.dir, self.console = directory, console
-        self.model, self.conversations, self.samples = model, conversations, samples
+        self.dir = directory
+        self.console = console
+        self.model = model
+        self.conversations = conversations
+        self.samples = samples
         self.base = {
             "version": __version__,
             "model": model_sha256(model)[:16],
@@ -179,7 +182,8 @@ class Stages:
             return StageResult(sizes)
 
         name = drawn(strategy, draw)
-        inputs, outputs = self.data_inputs() | options, [f"models/{name}/config.json"]
+        inputs = self.data_inputs() | options
+        outputs = [f"models/{name}/config.json"]
         return self.stage(f"quantize-{name}", inputs, outputs, work, StageResult)
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:

@@ -125,7 +125,9 @@ def advice(result: Audit, source: Path | None) -> str:
 
 def print_tensors(rows: list[TensorRow]) -> None:
     """Print one line per tensor: format, shape, scales, zero blocks, and the error if there is a source."""
-    table = [list(COLUMNS), *([_cell(getattr(row, c)) for c in COLUMNS] for row in rows)]
+    table = [list(COLUMNS)]
+    for tensor in rows:
+        table.append([_cell(getattr(tensor, column)) for column in COLUMNS])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:  # lines are never wrapped, so that they can be searched and paged
         console.line(
@@ -135,15 +137,11 @@ def print_tensors(rows: list[TensorRow]) -> None:
 
 def _cell(value: object) -> str:
     """Return a cell's text: 512x256 for a shape, four digits for a number, nothing for None."""
+    if value is None or value is UNSET:
+        return ""
     if isinstance(value, list):
         return "x".join(map(str, value))
-    return (
-        ""
-        if value is None or value is UNSET
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @Parameter(name="*")

@@ -21,11 +21,11 @@ def at_least(smallest: float) -> Parameter:
 def split_at_commas(kind: type, tokens: Sequence[Token]) -> tuple[object, ...]:
     """Return the values of an option that is written once, as 1,8. kind: tuple[X, ...]."""
     item_type = next(item for item in get_args(kind) if item is not Ellipsis)
-    parts = [part.strip() for token in tokens for part in token.value.split(",")]
+    text = ",".join(token.value for token in tokens)
+    parts = [part.strip() for part in text.split(",")]
     try:
         return tuple(item_type(part) for part in parts if part)
     except ValueError:
-        text = ",".join(token.value for token in tokens)
         raise CoercionError(msg=f"{text!r} is not a list of numbers; write it as 1,8") from None
 
 

@@ -209,16 +209,10 @@ class _CauseSearch:
         }
         never = [self.mask(f) for f in refused]
         arms = range(2 ** len(active))
-        self.possible = np.array(
-            [
-                a
-                and a == self.alone(a)
-                and a not in self.broken
-                and not any(a & r == r for r in never)
-                for a in arms
-            ],
-            bool,
-        )
+        self.possible = np.zeros(len(arms), bool)
+        for arm in arms[1:]:
+            is_new = arm == self.alone(arm) and arm not in self.broken
+            self.possible[arm] = is_new and not any(arm & r == r for r in never)
         chances = np.where(self.worse, 1 - MISS, FALSE_ALARM)
         posterior = weights.copy()
         for arm, broken in self.broken.items():
@@ -540,13 +534,9 @@ def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     )
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
     either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
-    start = (
-        f"not decided between {either}"
-        if either
-        else "not decided"
-        if end.unfinished
-        else "nobody is to blame"
-    )
+    start = "not decided" if end.unfinished else "nobody is to blame"
+    if either:
+        start = f"not decided between {either}"
     everything = max((r.factors for r in results), key=len)
     parts = [
         f"{blamed(cause)} {broke(cause, effects[with_needed(cause, everything)])}"

@@ -167,9 +167,12 @@ def _valued(option: str, default: str = "") -> Flags:
 
 
 def _switched(off: str, on: str = "") -> Flags:
-    return Flags(
-        (off, on) if on else (off,), lambda value: [off] if value == OFF else [on] if on else []
-    )
+    def words(value: str) -> list[str]:
+        if value == OFF:
+            return [off]
+        return [on] if on else []
+
+    return Flags((off, on) if on else (off,), words)
 
 
 def _vllm_parser(value: str) -> list[str]:

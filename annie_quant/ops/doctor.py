@@ -152,9 +152,8 @@ def check_log(path: Path) -> CheckResult:
 def fix_plan(findings: Iterable[CheckResult]) -> list[str]:
     """Return the commands that fix the findings, faults first, each once."""
     rows = [f for f in findings if f.fix and f.level != "ok"]
-    return list(
-        dict.fromkeys(f.fix for level in ("fault", "note") for f in rows if f.level == level)
-    )
+    rows.sort(key=lambda finding: finding.level != "fault")
+    return list(dict.fromkeys(finding.fix for finding in rows))
 
 
 # ---- the machine
@@ -199,14 +198,14 @@ def check_python(probe: Probe) -> list[CheckResult]:
 
 def check_modules(probe: Probe) -> list[CheckResult]:
     """Check the three C modules. Without _gemm only the GPU kernels are missing."""
-    return [
-        ok(name, "built")
-        if probe.installed(f"annie_quant.{name}")
-        else CheckResult(
-            "note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix
-        )
-        for name, build in BUILDS.items()
-    ]
+    findings = []
+    for name, build in BUILDS.items():
+        level = "note" if name == "_gemm" else "fault"
+        if probe.installed(f"annie_quant.{name}"):
+            findings.append(ok(name, "built"))
+        else:
+            findings.append(CheckResult(level, name, "not built", build.without, build.fix))
+    return findings
 
 
 def check_extras(probe: Probe) -> list[CheckResult]:

@@ -163,7 +163,8 @@ def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[
 
 
 def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResult:
-    kernels = Counter(" ".join(scheme) for load in loads for scheme in load.linears.values())
+    schemes = [scheme for load in loads for scheme in load.linears.values()]
+    kernels = Counter(" ".join(scheme) for scheme in schemes)
     listed = ", ".join(f"{n} x {scheme}" for scheme, n in kernels.most_common())
     linears = {models.short_name(name): x.format for name, x in model.linears.items()}
     plain = {models.short_name(name.removesuffix(".weight")) for name in model.unowned}
@@ -287,10 +288,11 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
     formats: dict[str, Counter[str]] = {}
     for t in content.tensors:
         formats.setdefault(t.format, Counter())[label_of(t.name.removesuffix(".weight"))] += 1
-    listed = "; ".join(
-        f"{name}: {', '.join(f'{n} x {x}' for x, n in c.items())}" for name, c in formats.items()
-    )
-    return [*findings, ok(FORMATS, listed)]
+    lines = []
+    for name, labels in formats.items():
+        counts = ", ".join(f"{n} x {label}" for label, n in labels.items())
+        lines.append(f"{name}: {counts}")
+    return [*findings, ok(FORMATS, "; ".join(lines))]
 
 
 DRAFTS = "drafts"

@@ -235,7 +235,7 @@ def cause_line(log: Path) -> str:
     lines = [line.strip() for line in read(log).splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
     errors = errors or [line for line in lines if any(word in line.lower() for word in ERROR_WORDS)]
-    line = errors[0] if errors else lines[-1] if lines else "no output"
+    line = (errors or lines[-1:] or ["no output"])[0]
     return _STAMP.sub("", printable(line))[:300]
 
 

@@ -156,16 +156,14 @@ def read_answer(reply: bytes, where: str) -> ServedAnswer:
         if "meta_info" in body:
             steps = body["meta_info"]["output_top_logprobs"]
             chosen = [int(id_) for _, id_, _ in body["meta_info"]["output_token_logprobs"]]
-            return ServedAnswer(
-                chosen, [{int(id_): float(v) for v, id_, _ in step} for step in steps]
-            )
+            return ServedAnswer(chosen, list(map(logprobs_of_step, steps)))
         logprobs = body["choices"][0]["logprobs"]
         if not logprobs and body["choices"][0]["text"]:
             return ServedAnswer([], [], str(body["choices"][0]["text"]))
         if "content" in logprobs:
             return from_steps(logprobs["content"])
         tokens = [token_id(t) for t in logprobs["tokens"]]
-        rows = [{token_id(t): float(v) for t, v in row.items()} for row in logprobs["top_logprobs"]]
+        rows = list(map(logprobs_by_id, logprobs["top_logprobs"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise ServerError(
             f"{where}: the answer has no log-probabilities with token ids",
@@ -175,8 +173,20 @@ def read_answer(reply: bytes, where: str) -> ServedAnswer:
 
 
 def from_steps(steps: Sequence[JsonObject]) -> ServedAnswer:
-    rows = [{int(t["id"]): float(t["logprob"]) for t in step["top_logprobs"]} for step in steps]
+    rows = []
+    for step in steps:
+        rows.append({int(t["id"]): float(t["logprob"]) for t in step["top_logprobs"]})
     return ServedAnswer([int(step["id"]) for step in steps], rows)
+
+
+def logprobs_of_step(step: Sequence[Sequence[object]]) -> dict[int, float]:
+    """Return token id → log-probability of SGLang's triples (log-probability, id, text)."""
+    return {int(id_): float(value) for value, id_, _ in step}  # type: ignore[call-overload, arg-type]
+
+
+def logprobs_by_id(step: Mapping[str, float]) -> dict[int, float]:
+    """Return token id → log-probability of vLLM's object with "token_id:N" as names."""
+    return {token_id(text): float(value) for text, value in step.items()}
 
 
 def token_id(text: str) -> int:

@@ -330,7 +330,8 @@ def claim(aggregates: Aggregates, name: str) -> str:
     if reasons:
         return f"cannot be compared: {', '.join(reasons)}."
     gates = chosen.gates["fail"] or chosen.gates["undecided"]
-    places = len({gate.where for kind in chosen.gates.values() for gate in kind})
+    judged = [gate for kind in chosen.gates.values() for gate in kind]
+    places = len({gate.where for gate in judged})
     if chosen.standing == "keeps":
         titles = {gate.title for gate in chosen.gates["pass"]}
         return f"keeps all {len(titles)} gates in {places} arithmetic{'' if places == 1 else 's'}."

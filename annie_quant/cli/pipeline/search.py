@@ -198,9 +198,10 @@ class Search:
             row.path = [f"quantize → {fault}"]
             return row
         self.measure_size(row)
-        if same := next(
+        same = next(
             (r for r in self.result.strategies if r.model_sha256 == row.model_sha256 != ""), None
-        ):
+        )
+        if same:
             path = [f"quantize → the same checkpoint as {same.strategy}: {same.outcome}"]
             return msgspec.structs.replace(
                 same, strategy=strategy, path=path, seconds=round(self.spent_s() - before_s, 1)
@@ -235,14 +236,12 @@ class Search:
         judged = [
             g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
         ]
-        sides = first.numerics.items()
-        failed = {
-            kind: [g for g, pair in side.paired.items() if pair.lost and g in judged]
-            for kind, side in sides
-        }
-        lost = "; ".join(
-            f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates
-        )
+        losses = []
+        for kind, side in first.numerics.items():
+            gates = [gate for gate in judged if gate in side.paired and side.paired[gate].lost]
+            if gates:
+                losses.append(f"{kind.upper()} {', '.join(gates)}")
+        lost = "; ".join(losses)
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
         if failed_smoke:
             row.outcome = "gibberish"
@@ -338,20 +337,21 @@ def try_draws(
         audit, fault = quantize_and_audit(stages, row.strategy, seed)
         if fault:
             made = "" if audit else " could not be made"
-            row.passed, row.why = False, [*row.why, f"calibration draw {seed}{made}: {fault}"]
+            row.passed = False
+            row.why = [*row.why, f"calibration draw {seed}{made}: {fault}"]
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
         verdict = evaluation.verdict or documents.PairedVerdict()
-        sides = evaluation.numerics.items()
-        gates = {
-            kind: {g: [r.passes, r.n] for g, r in side.gates.items() if not r.advisory}
-            for kind, side in sides
-        }
+        gates = {}
+        for kind, side in evaluation.numerics.items():
+            rows = side.gates.items()
+            gates[kind] = {gate: [r.passes, r.n] for gate, r in rows if not r.advisory}
         row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
-            row.passed, row.why = False, [*row.why, f"calibration draw {seed}: {verdict.sentence}"]
+            row.passed = False
+            row.why = [*row.why, f"calibration draw {seed}: {verdict.sentence}"]
 
 
 def where(n: int) -> str:
@@ -387,14 +387,11 @@ def standing(row: documents.StrategyRow) -> str:
 
 def lost_gates(row: documents.StrategyRow) -> dict[str, documents.GateTable]:
     """Return, per numerics, the gates of which the row's strategy lost answers."""
-    return {
-        kind: {
-            name: gate
-            for name, gate in side.gates.items()
-            if name in side.paired and side.paired[name].lost
-        }
-        for kind, side in row.numerics.items()
-    }
+    tables = {}
+    for kind, side in row.numerics.items():
+        lost = {name for name, pair in side.paired.items() if pair.lost}
+        tables[kind] = {name: gate for name, gate in side.gates.items() if name in lost}
+    return tables
 
 
 # ---- why a strategy failed, or why none can pass: questions that the models themselves answer (R46, R47)

@@ -1,15 +1,17 @@
-"""Predict tokens per second of one stream, and measure what that takes of this machine (annie-quant doctor --measure).
+"""Predict tokens per second of one stream on a GPU, and measure what that takes of this machine.
 
-    seconds per token = (weights + KV cache + DeltaNet states) / reachable bandwidth + layers * launch cost of a layer
+    seconds per token = (weights + KV cache + DeltaNet states) / reachable bandwidth
+                        + layers * launch cost of a layer
 
-Weights are those that a token reads (size.bytes_per_token). Keys and values of every earlier token are read, DeltaNet's states are
-read and written. A server's attention with one sequence does not reach that bandwidth: where its time was measured
-(Device.attention_s), that replaces the bytes'. The host's part of a step (step_s) is the least. tests/perf/decode_speed.md has the
-errors against published and measured figures.
+Weights are those that a token reads (size.bytes_per_token). Keys and values of every earlier token
+are read, DeltaNet's states are read and written. A server's attention with one sequence does not
+reach that bandwidth: where its time was measured (Device.attention_s), that replaces the bytes'. No
+token takes less than the host's part of a step (step_s). tests/perf/decode_speed.md has the errors
+against published and measured figures.
 
-Bandwidth and the cost of launches are measured on a GPU by our W4A16 kernel with one token and a copy, in CUDA graphs as servers
-launch them. Weights rotate, so that they come from memory. On a processor llama.cpp is measured, and its costs replace the formula
-where what a token computes is known (llama_cpp_speed.py).
+`annie-quant doctor --measure` measures bandwidth and the cost of launches by our W4A16 kernel with
+one token and a copy, in CUDA graphs as servers launch them. Weights rotate, so that they come from
+memory. A server on a processor has no prediction: `annie-quant bench` measures it.
 """
 
 from __future__ import annotations
@@ -18,25 +20,25 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from annie_quant.checkpoint import dialects, llama_cpp_speed
+from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import AttentionShape, Caches, bytes_per_token, caches_of
 from annie_quant.core import host
-from annie_quant.core.errors import UsageError, need
+from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.documents import Device, LlamaCppRates, PredictedSpeed, decode, write
+from annie_quant.documents import Device, PredictedSpeed, decode, write
 
-# Bandwidth: a saturating read on a GB10 (antirez/ds4#773); 1 GiB of reads on an H200 (tests/perf/gemm.md).
-# The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a layer per device; attention and host to vLLM's on an
-# H200.
+# Bandwidth: a saturating read on a GB10 (antirez/ds4#773); 1 GiB of reads on an H200
+# (tests/perf/gemm.md). The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a
+# layer per device; attention and host to vLLM's on an H200.
 DEVICES = {
     "gb10": Device(
         name="NVIDIA GB10", read_bytes_s=232e9, layer_s=125e-6, source="published figures"
@@ -59,13 +61,11 @@ class TokenBytes:
 
     weights: bytes, of a mixture's experts the active share.
     layers: number of decoder layers.
-    work: what it computes, for processors; None where only the bytes are known.
     """
 
     weights: float
     layers: int
     caches: Caches = field(default_factory=Caches)
-    work: llama_cpp_speed.Work | None = None
 
     def at(self, depth: int) -> float:
         """Return the bytes after `depth` earlier tokens. DeltaNet's states are read and written."""
@@ -73,46 +73,52 @@ class TokenBytes:
 
 
 def token_bytes(folder: ModelFolder, weights: float | None = None) -> TokenBytes:
-    """Return what a token of a model folder reads. weights: bytes instead of those of the folder's tensors."""
+    """Return what a token of a model folder reads.
+
+    weights: bytes instead of those of the folder's tensors.
+    """
     shape = read_struct(AttentionShape, folder.text_config)
-    caches = caches_of(shape, element=1 if dialects.config(folder).kv_cache == "FP8" else 2)
-    return TokenBytes(
-        bytes_per_token(folder) if weights is None else weights, len(shape.types), caches
-    )
+    if weights is None:
+        weights = bytes_per_token(folder)
+    element_bytes = 1 if dialects.config(folder).kv_cache == "FP8" else 2
+    return TokenBytes(weights, len(shape.types), caches_of(shape, element_bytes))
 
 
 def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
     """Return the predicted tokens per second of one stream after `depth` earlier tokens."""
-    if device.llama_cpp and read.work:
-        states = 2 * read.caches.state / device.read_bytes_s
-        return 1 / (llama_cpp_speed.seconds(read.work, device.llama_cpp, depth) + states)
     seconds = read.at(depth) / device.read_bytes_s + read.layers * device.layer_s
     if device.attention_s:
-        (fixed, element), (layers, size) = device.attention_s, read.caches.attention
-        seconds += depth * (
-            layers * (fixed + element * size) - read.caches.position / device.read_bytes_s
-        )
+        fixed_s, element_s = device.attention_s
+        attention_layers, head_size = read.caches.attention
+        seconds += depth * attention_layers * (fixed_s + element_s * head_size)
+        seconds -= depth * read.caches.position / device.read_bytes_s
     return 1 / max(seconds, device.step_s)
 
 
 def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
-    """Return how many bytes of weights a token may read to decode at `tok_s`; negative where launches or the host take longer."""
-    launches = read.layers * device.layer_s if tok_s * device.step_s <= 1 else math.inf
-    return (1 / tok_s - launches) * device.read_bytes_s - 2 * read.caches.state
+    """Return how many bytes of weights a token may read to decode at `tok_s`.
+
+    Negative where launches or the host take longer.
+    """
+    if tok_s * device.step_s > 1:
+        return -math.inf
+    reading_s = 1 / tok_s - read.layers * device.layer_s
+    return reading_s * device.read_bytes_s - 2 * read.caches.state
 
 
 def speed_of(read: TokenBytes, device: Device | None = None) -> PredictedSpeed:
-    """Return the prediction for a model. device: by default this machine where it was measured, else a GB10."""
+    """Return the prediction for a model.
+
+    device: by default this machine's GPU where it was measured, else a GB10.
+    """
     device = device or default_device()
-    return PredictedSpeed(
-        device=device.name, read_bytes=round(read.weights), tok_s=round(tok_s(read, device), 2)
-    )
+    speed = round(tok_s(read, device), 2)
+    return PredictedSpeed(device=device.name, read_bytes=round(read.weights), tok_s=speed)
 
 
 def predict(folder: ModelFolder, device: Device | None = None) -> PredictedSpeed:
-    """Return the prediction for a model folder; parameters as of speed_of. On a processor: in the GGUF file that it becomes."""
-    work = llama_cpp_speed.work_of(folder, read_struct(AttentionShape, folder.text_config))
-    return speed_of(replace(token_bytes(folder), work=work), device)
+    """Return the prediction for a model folder; device: see speed_of."""
+    return speed_of(token_bytes(folder), device)
 
 
 def predict_if_readable(folder: Path, device: Device | None = None) -> PredictedSpeed | None:
@@ -125,7 +131,8 @@ def predict_if_readable(folder: Path, device: Device | None = None) -> Predicted
 
 def describe(speed: PredictedSpeed) -> str:
     """Return a prediction as one line."""
-    return f"reads {speed.read_bytes / 1e9:.3g} GB per token: about {speed.tok_s:,.3g} tok/s on {speed.device}"
+    read_gb = speed.read_bytes / 1e9
+    return f"reads {read_gb:.3g} GB per token: about {speed.tok_s:,.3g} tok/s on {speed.device}"
 
 
 # ---- devices
@@ -133,21 +140,18 @@ def describe(speed: PredictedSpeed) -> str:
 
 def device_file() -> Path:
     """Return where `doctor --measure` writes this machine's device file."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        / "annie_quant"
-        / "device.json"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "annie_quant" / "device.json"
 
 
-def machine_name() -> str:
-    """Return the name of this machine's first GPU, or of its CPU with the number of threads."""
+def gpu_name() -> str | None:
+    """Return the name of this machine's first GPU, or None."""
     gpus = host.gpus()
-    return gpus[0]["name"] if gpus else f"{host.cpu_name() or 'CPU'}, {host.cores()} threads"
+    return gpus[0]["name"] if gpus else None
 
 
 def default_device() -> Device:
-    """Return this machine where it was measured, else a GB10."""
+    """Return this machine's GPU where it was measured, else a GB10."""
     try:
         return read_device(device_file())
     except UsageError:
@@ -157,23 +161,27 @@ def default_device() -> Device:
 def find_device(name: str) -> Device:
     """Return the device that --device names.
 
-    name: gb10, h200, a rate in GB/s ("273", or "273:150" with microseconds per layer), or a device file of this machine.
-    Raises UsageError for another name, a rate that is not positive, and a file that is damaged or of another machine.
+    name: gb10, h200, a rate in GB/s ("273", or "273:150" with microseconds per layer), or a device
+        file of this machine.
+
+    Raises UsageError for another name, a rate that is not positive, and a file that is damaged or
+    of another machine.
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     rate, _, layer = name.partition(":")
     try:
-        numbers = float(rate), float(layer or 0)
+        gigabytes_s = float(rate)
+        layer_us = float(layer or 0)
     except ValueError:
         return read_device(Path(name))
-    if not (0 < numbers[0] < 1e6 and 0 <= numbers[1] < 1e6):
+    if not (0 < gigabytes_s < 1e6 and 0 <= layer_us < 1e6):
         message = f"--device {name}: expected GB/s, with microseconds per layer after a colon"
         raise UsageError(message, "--device 273:150")
     return Device(
         name=f"{rate} GB/s",
-        read_bytes_s=numbers[0] * 1e9,
-        layer_s=numbers[1] * 1e-6,
+        read_bytes_s=gigabytes_s * 1e9,
+        layer_s=layer_us * 1e-6,
         source="--device",
     )
 
@@ -188,9 +196,10 @@ def read_device(path: Path) -> Device:
     if not (0 < device.read_bytes_s < 1e15 and all(0 <= t < 1 for t in times)):
         message = f"{path}: read_bytes_s {device.read_bytes_s:g} and seconds {times} are no rates"
         raise UsageError(message, MEASURE)
-    if device.name != machine_name():
+    gpu = gpu_name()
+    if device.name != gpu:
         rates = f"{device.read_bytes_s / 1e9:.4g}:{device.layer_s * 1e6:.4g}"
-        message = f"{path} was measured on another machine: {device.name}, this is {machine_name()}"
+        message = f"{path} was measured on another machine: {device.name}, this is {gpu or 'one without a GPU'}"
         raise UsageError(message, f"{MEASURE}, or plan for that machine with --device {rates}")
     return device
 
@@ -200,55 +209,45 @@ def read_device(path: Path) -> Device:
 SHAPE = (16384, 8192)  # 75 MB in NVFP4
 COPIES = 8
 TINY = (256, 256)
-LAUNCHES = 16  # kernels of a decoder layer: two norms, four to six products, rotary embedding, cache, attention, gates (assumed)
+# Kernels of a decoder layer: two norms, four to six products, rotary embedding, cache, attention,
+# gates (assumed).
+LAUNCHES = 16
 SECONDS = 3.0  # of each measurement
 
 
-def measure_device(
-    processor: Callable[[Progress], LlamaCppRates],
-    path: Path | None = None,
-    progress: Progress = SILENT,
-) -> Device:
-    """Measure this machine and write its device file.
+def measure_device(path: Path | None = None, progress: Progress = SILENT) -> Device:
+    """Measure this machine's GPU and write its device file.
 
-    processor: measures llama.cpp on a machine without a GPU (ops/llama_cpp_rates.py).
     path: by default where predictions look for it.
     """
-    progress.message(f"measuring {machine_name()}")
-    device = gpu_device() if host.gpus() else processor_device(processor(progress))
+    name = gpu_name()
+    if name is None:
+        message = "there is no GPU here, and a processor's speed is not predicted but measured"
+        raise EnvironmentFault(message, "annie-quant bench")
+    progress.message(f"measuring {name}")
+    read, copied, launch = measure_gpu()
+    today = time.strftime("%Y-%m-%d")
+    source = (
+        f"doctor --measure, {today}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
+        f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
+    )
+    known_devices = {device.name: device for device in DEVICES.values()}
+    device = msgspec.structs.replace(
+        known_devices.get(name) or Device(name=name, read_bytes_s=0),
+        read_bytes_s=max(read, copied),
+        layer_s=LAUNCHES * launch,
+        source=source,
+    )
     path = path or device_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, device)
     return device
 
 
-def gpu_device() -> Device:
-    """Return this machine's GPU with its measured rates."""
-    read, copied, launch = measure_gpu()
-    source = (
-        f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
-        f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
-    )
-    device = {d.name: d for d in DEVICES.values()}.get(
-        machine_name(), Device(name=machine_name(), read_bytes_s=0)
-    )
-    return msgspec.structs.replace(
-        device, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source
-    )
-
-
-def processor_device(rates: LlamaCppRates) -> Device:
-    """Return this machine's processor with llama.cpp's costs; its bandwidth is that of products in bfloat16."""
-    read, layer = 2 / rates.products["BF16"].weight_s, rates.layer_s
-    source = f"doctor --measure, {time.strftime('%Y-%m-%d')}: llama.cpp, BF16 {read / 1e9:.4g} GB/s, {layer * 1e6:.3g} us per layer"
-    return Device(
-        name=machine_name(), read_bytes_s=read, layer_s=layer, source=source, llama_cpp=rates
-    )
-
-
 def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
     """Return the seconds of the fastest call. wait: returns when the work has ended."""
-    end, least = time.monotonic() + SECONDS, float("inf")
+    end = time.monotonic() + SECONDS
+    least = math.inf
     work()
     wait()
     while time.monotonic() < end:
@@ -260,7 +259,11 @@ def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
 
 
 def measure_gpu() -> tuple[float, float, float]:
-    """Return bytes per second of products and of copies (read and written), and the seconds of a small product, in CUDA graphs."""
+    """Return three measurements, all in CUDA graphs.
+
+    Bytes per second of products, bytes per second of copies (read and written), and the seconds of
+    a small product.
+    """
     torch = need("torch", "quantize")
     from annie_quant.gemm.oracle import random_weight
     from annie_quant.gemm.torch_op import prepare, product

@@ -50,7 +50,7 @@ class DoctorOptions:
         reference: The bf16 checkpoint that it was made from: recognises a server of that one.
         load_report: What vLLM wrote with ANNIE_QUANT_VLLM_REPORT=FILE: each tensor's use, each layer's kernel.
         images: With --server: ask it for the colours of two small generated images.
-        measure: Measure reachable bandwidth and launch cost, for predictions and quantize --device.
+        measure: Measure the GPU's reachable bandwidth and launch cost, for predictions and quantize --device.
         output: With --measure: the device file. Default: where predictions look for it.
     """
 
@@ -76,16 +76,16 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
 
     With --server and --images: whether the server takes images, and names the colours of two.
 
-    With --measure: how fast this machine reads weights, in a device file; on a processor the costs of llama.cpp.
+    With --measure: how fast this machine's GPU reads weights, in a device file. A server on a
+    processor is not predicted: `bench` measures it.
     """
     from annie_quant.ops import doctor as checks
 
     if options.measure:
         from annie_quant.checkpoint.decode_speed import measure_device
-        from annie_quant.ops import llama_cpp_rates
 
         with console.task("measure") as step:
-            device = measure_device(llama_cpp_rates.measure, options.output, step)
+            device = measure_device(options.output, step)
         emit(device) if options.as_json else console.line(f"{device.name}: {device.source}")
         return
     figures: dict[str, object] = {}

@@ -27,7 +27,6 @@ from __future__ import annotations
 from annie_quant.core.host import Environment
 from annie_quant.documents.checkpoint import (
     RECIPE_FILE,
-    AttentionRate,
     Audit,
     AuditSummary,
     Device,
@@ -36,10 +35,8 @@ from annie_quant.documents.checkpoint import (
     FrontierPoint,
     HeldOut,
     Ingredient,
-    LlamaCppRates,
     LoadedModel,
     PredictedSpeed,
-    ProductRate,
     Recipe,
     ServerSupport,
     TensorRow,

@@ -213,53 +213,16 @@ class Recipe(msgspec.Struct):
 # ---- decoding speed: a machine's measured rates, and a prediction for a model
 
 
-class ProductRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of a product with one vector in llama.cpp: seconds per weight, and per row of the weight."""
-
-    weight_s: float
-    row_s: float = 0.0
-
-
-class AttentionRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of attention in llama.cpp: seconds per layer and earlier token, for one size and number of key heads.
-
-    head_s: per query head.
-    keys_s: of reading the keys and values of all `kv_heads`.
-    """
-
-    head_dim: int
-    kv_heads: int
-    head_s: float
-    keys_s: float
-
-
-class LlamaCppRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of a token in llama.cpp on a processor.
-
-    layer_s: seconds per decoder layer, without its products and its earlier tokens.
-    depth_s: seconds per decoder layer, once there are some hundred earlier tokens.
-    deep_s: seconds per decoder layer that each of 16,384 or more earlier tokens costs more than one of few.
-    products: ggml's type -> cost.
-    """
-
-    layer_s: float
-    depth_s: float
-    deep_s: float = 0.0
-    products: dict[str, ProductRate]
-    attention: list[AttentionRate]
-
-
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """A machine that decodes (a device file of `annie-quant doctor --measure`).
 
-    name: of its GPU, or of its CPU and the number of threads.
+    name: of its GPU.
     read_bytes_s: bytes per second that one token's reads reach, not the data sheet's.
     layer_s: seconds of a decoder layer in which no memory is read: launches, and waiting between them.
     attention_s: seconds that an earlier token takes in a layer that sees all of them: fixed, and per element of a head; None: those
         of its bytes.
     step_s: least seconds of a token, which the server's host needs.
     source: where they come from.
-    llama_cpp: of a processor.
     """
 
     name: str
@@ -268,7 +231,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     attention_s: tuple[float, float] | None = None
     step_s: float = 0.0
     source: str = ""
-    llama_cpp: LlamaCppRates | None = None
     schema_version: int = 2
 
 

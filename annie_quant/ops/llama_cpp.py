@@ -119,7 +119,7 @@ def environment() -> dict[str, str]:
     """Return this process's environment with this copy of the package on PYTHONPATH.
 
     The package sets OMP_WAIT_POLICY to "passive" for its own process (a user may write "PASSIVE"). In llama.cpp, which waits after
-    every operation, that costs 400 us per layer (tests/perf/decode_speed.md), so it does not inherit it.
+    every operation, that costs 400 us per layer, so it does not inherit it.
     """
     home = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")

@@ -140,7 +140,8 @@ def test_devices_have_a_name_a_rate_or_a_file(
     assert (rate.read_bytes_s, rate.layer_s) == pytest.approx((100e9, 20e-6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert decode_speed.default_device() is DEVICES["gb10"]
-    own = Device(name=decode_speed.machine_name(), read_bytes_s=5e9, layer_s=1e-5, source="test")
+    monkeypatch.setattr(decode_speed.host, "gpus", lambda: [{"name": "a GPU"}])
+    own = Device(name="a GPU", read_bytes_s=5e9, layer_s=1e-5, source="test")
     file = decode_speed.device_file()
     file.parent.mkdir()
     write(file, own)

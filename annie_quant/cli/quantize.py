@@ -13,7 +13,7 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -39,8 +39,7 @@ class QuantizeOptions:
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
         settings: A strategy's own setting; repeatable.
-        effort: best: how many recipes it compares.
-        max_gb: best: GB of weights at most; formats are chosen by measured loss.
+            max_gb: best: GB of weights at most; formats are chosen by measured loss.
         min_tps: best: tokens per second of one stream at least, as predicted for --device.
         max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
@@ -60,7 +59,6 @@ class QuantizeOptions:
     scale: str | None = None
     kv_cache: str = "none"
     settings: Annotated[tuple[str, ...], Parameter(name="--set")] = ()
-    effort: Literal["fast", "normal", "max"] | None = None
     max_gb: float | None = None
     min_tps: float | None = None
     max_loss: float | None = None
@@ -99,7 +97,7 @@ def quantize(options: QuantizeOptions) -> None:
     if invalid:
         raise UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     own = dict(item.split("=", 1) for item in options.settings)
-    limits = {name: getattr(options, name) for name in ("effort", "max_gb", "min_tps", "max_loss")}
+    limits = {name: getattr(options, name) for name in ("max_gb", "min_tps", "max_loss")}
     own |= {name: str(value) for name, value in limits.items() if value is not None}
     device = decode_speed.find_device(options.device) if options.device else None
     if device and strategy == "best":

@@ -157,7 +157,8 @@ def estimate(
     device: that decodes, by default this machine where it was measured, else a GB10.
     """
     part = strategies.find(strategy)
-    whole = part.cost.whole_model(part.settings(options or {}))
+    part.settings(options or {})  # refuses settings that the strategy does not have
+    whole = part.cost.whole_model
     published, layerwise = published_sizes().get(str(model)), part.cost.layerwise
     if not published:
         config = ModelFolder(model).config
@@ -264,17 +265,12 @@ def calibration_seconds(
         else rates.flop_s
     )
     tokens, rounds = cost.passes * text, 1
-    if cost.recipes and rates.on_cpu:  # trials have few tokens there, and rounding counts
-        from annie_quant.quantize import mixed_formats, recipe_choice
+    if cost.held_out_look and rates.on_cpu:  # trials have few tokens there, and rounding counts
+        from annie_quant.quantize import held_out, mixed_formats
 
-        trials, judged = (
-            mixed_formats.BANDS * min(text, mixed_formats.POSITIONS),
-            recipe_choice.POSITIONS["cpu"],
-        )
-        tokens, rounds = (
-            trials + cost.recipes * (text + 2 * min(text, judged)) + text,
-            cost.recipes + 1,
-        )
+        trials = mixed_formats.BANDS * min(text, mixed_formats.POSITIONS)
+        scored = 4 * min(text, held_out.TRIAL_POSITIONS["cpu"])
+        tokens, rounds = trials + scored + 2 * text, 2
     activations = (
         4 * tokens * layers * (20 * hidden + 6 * width)
     )  # bytes that norms, attention, gates read and write

@@ -10,7 +10,6 @@ too, where they satisfy the limits: what is taken is never worse than them on th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +21,11 @@ from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import FormatPlan, FrontierPoint
-from annie_quant.quantize import mixed_formats, recipe_choice
+from annie_quant.quantize import held_out
 from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.calibration_samples import CalibrationSample, read_samples
+from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import (
     FP8_CHANNEL,
     NVFP4,
@@ -37,10 +35,11 @@ from annie_quant.quantize.formats import (
     decoder_linears,
 )
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
+from annie_quant.quantize.held_out import FormatTrials
 from annie_quant.quantize.kl_trial import answers_to_score
-from annie_quant.quantize.mixed_formats import PLAIN, FormatTrials, Group, groups_of
-from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.rounding import Method, round_head, round_model
+from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.rounding import round_head
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)
@@ -217,7 +216,7 @@ class FormatPlanner:
                 break
             solution = evaluated[choices] = Solution(choices, trials.measure(self.formats(choices)))
             excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
-            more, noise = recipe_choice.with_noise(excess.tolist())
+            more, noise = held_out.sum_and_standard_error(excess.tolist())
             expected = solution.loss - more
             progress.message(
                 f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}"
@@ -334,74 +333,29 @@ def planner_of(
 
 def choose_formats(
     job: Job[StrategyOptions],
-    limits: Limits,
-    four_bit: Mapping[str, str],
-    samples: Sequence[CalibrationSample],
-    method: Method,
+    planner: FormatPlanner,
+    learned: Sequence[CalibrationSample],
+    trials: FormatTrials,
+    damping: float,
     progress: Progress,
 ) -> QuantizationPlan:
     """Return the formats under the limits, the rounded head where it is in NVFP4, and the frontier. Linears are not rounded yet.
 
-    four_bit: linear → "nvfp4" or "w4a16", as `best` chooses them without limits.
+    learned: samples that are not held out.
+    damping: of the head's rounding.
     """
-    planner, device = planner_of(job, limits, four_bit), device_kind()
-    learned, held = recipe_choice.hold_out(samples, recipe_choice.POSITIONS[device])
-    rounded = round_model(job, four_bit, learned, method, progress, "layers-learned")
-    trials = FormatTrials(job, held or samples, rounded)
+    device = device_kind()
+    packed = trials.rounded.packed
     if HEAD in planner.groups:
         positions = 4 * HEAD_TOKENS[device]
         rows = [a.row for a in answers_to_score(learned, HEAD_TOKENS[device], positions, cut=False)]
         file = job.work_folder() / "head.safetensors"
-        rounded.packed[HEAD] = round_head(
-            trials.trial, rows, method.damping, job.scale, file, progress
-        )
+        packed[HEAD] = round_head(trials.trial, rows, damping, job.scale, file, progress)
     planner.measure(trials, progress)
     taken, evaluated = planner.search(trials, progress)
     plan = planner.describe(taken, evaluated)
     for line in frontier_lines(plan):
         progress.message(line)
     formats = planner.formats(taken.choices)
-    head = {HEAD: rounded.packed[HEAD]} if formats.get(HEAD) == W4A16 else {}
+    head = {HEAD: packed[HEAD]} if formats.get(HEAD) == W4A16 else {}
     return QuantizationPlan(formats, packed=head, frontier=plan)
-
-
-def plan_model(
-    job: Job[StrategyOptions],
-    limits: Limits,
-    four_bit: Mapping[str, str],
-    method: Method,
-    progress: Progress,
-    share: float | None = None,
-    effort: str = "",
-) -> QuantizationPlan:
-    """Return the plan of a model: formats under the limits if there are any, a recipe, and the linears that it rounds.
-
-    Raises UsageError before anything is measured for limits that no choice satisfies.
-
-    four_bit: linear → "nvfp4" or "w4a16".
-    share: of the divergence that rounding all inputs adds, what "nvfp4" may leave; other linears get "w4a16". None: any.
-    effort: which changes of the method are compared on held-out conversations (recipe_choice.py); "": none.
-    """
-    samples = read_samples(job)
-    if str(limits):
-        planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
-    if share is not None:
-        four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
-    planned = QuantizationPlan(dict(four_bit))
-    if str(limits):
-        planned = choose_formats(job, limits, four_bit, samples, method, progress)
-    formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
-    announce_size(ModelFolder(job.model), planned.formats, progress)
-    choice = recipe_choice.RecipeChoice(method)
-    if effort and formats:
-        set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(Method(), n)]
-        tried = recipe_choice.ingredients(effort, set_by_user)
-        choice = recipe_choice.choose_method(job, formats, samples, method, tried, progress)
-    layers = sha256_text(json.dumps(sorted(formats.items())))[
-        :12
-    ]  # other limits may follow in the same folder
-    result = round_model(job, formats, samples, choice.method, progress, f"layers-{layers}")
-    result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
-    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
-    result.packed |= planned.packed
-    return result

@@ -6,18 +6,14 @@ linears carry most of the harm, so W4A4 for the others keeps most of its matrix 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from annie_quant.checkpoint.linears import HEAD, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
-from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
 from annie_quant.quantize.backend import device_kind
@@ -33,7 +29,7 @@ from annie_quant.quantize.formats import (
     quantized_bytes,
 )
 from annie_quant.quantize.frontier import with_rounded_inputs
-from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -194,31 +190,3 @@ def measure_inputs(
                 f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats",
             )
     return harm
-
-
-class FormatTrials(StoredTrials):
-    """Measures choices of formats on held-out answers.
-
-    rounded: all decoder linears in NVFP4, by the conversations that are not held out.
-    """
-
-    def __init__(
-        self,
-        job: Job[StrategyOptions],
-        samples: Sequence[CalibrationSample],
-        rounded: QuantizationPlan,
-    ) -> None:
-        tokens, positions = (
-            (TOKENS, POSITIONS) if device_kind() == "cpu" else (MOST_TOKENS, math.inf)
-        )
-        super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
-        self.rounded = rounded
-
-    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
-        """Return Trial.shares of a choice of formats, without those of the unchanged model."""
-        return self.figures_of(formats) - self.figures_of({})
-
-    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
-        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
-        plan = QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
-        return self.shares(sha256_text(json.dumps(sorted(formats.items())))[:16], plan)

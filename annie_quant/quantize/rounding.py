@@ -2,7 +2,7 @@
 
     job → samples → batches → per layer: stages (layer_stages.py), Hessians, columns → plan
 
-gptq and every recipe of best are one Method. LayerRounder rounds with the C loop, StreamRounder, on a GPU, in torch (gptq.py), with
+LayerRounder rounds with the C loop, StreamRounder, on a GPU, in torch (gptq.py), with
 two streams of hidden states: the source's gives the largest input of each linear, that of the layers rounded so far the Hessians.
 No input is rounded in either.
 """
@@ -38,7 +38,6 @@ from annie_quant.quantize.formats import GROUP
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
-from annie_quant.quantize.norm_tuning import tuned_norms
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -58,14 +57,10 @@ class Method:
 
     prompt: weight of a prompt's token relative to a response's.
     damping: added to the Hessian's diagonal, relative to its mean.
-    plain: round to nearest, as naive does; the other settings then have no effect.
-    norms: tune the norms after all linears are rounded (norm_tuning.py).
     """
 
     prompt: float = 0.1
     damping: float = 0.05
-    plain: bool = False
-    norms: bool = False
 
     def token_weights(self) -> TokenWeights:
         return {**text.RESPONSE, text.PROMPT: self.prompt}
@@ -193,7 +188,7 @@ class LayerRounder:
         self, group: Sequence[str], hessian: gptq.Hessian, tops: Mapping[str, float]
     ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
         """Yield each linear of a group, packed, and its values. tops: of largest_weights()."""
-        solution = None if self.task.method.plain else self.solve(group, hessian)
+        solution = self.solve(group, hessian)
         for name, full_name in zip(group, self.full(group), strict=True):
             tensor_scale = float(nvfp4.tensor_scale(tops[full_name], scale=self.task.scale))
             array = to_numpy(self.layer.linears[name].weight.float().cpu())
@@ -360,7 +355,7 @@ def round_model(
         raise CheckpointError(
             f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}"
         )
-    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale)
+    plan = QuantizationPlan(dict(formats), scale=job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
@@ -374,9 +369,6 @@ def round_model(
         shared = text.arrange(samples, share=text.can_share(folder))
         model = DecoderLayers(folder, shared.batches)
         table = shared.weight_table(method.token_weights(), model.device)
-        table = (
-            torch.zeros_like(table) if method.plain else table
-        )  # then only the largest inputs are needed
         rounder_of = LayerRounder
     task = RoundingTask(plan.formats, table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
@@ -401,10 +393,6 @@ def round_model(
         plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
         plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
-    if method.norms:
-        plan.weights = tuned_norms(
-            job, plan, samples, method.prompt, progress, store / "norms.safetensors"
-        )
     return plan
 
 

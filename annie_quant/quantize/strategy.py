@@ -148,14 +148,15 @@ class Cost:
     trains: a search tries it last.
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
-    recipes: that are compared before the last rounding; on a CPU, where `passes` does not hold for them.
+    held_out_look: the model is also rounded without some conversations, and judged on them. On a CPU, where trials have few
+        tokens, `passes` does not hold for such a strategy.
     encode: time of the codec relative to plain rounding.
     column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
     bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
     hessians: float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
-    whole_model: options → bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
+    whole_model: bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
     kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
@@ -163,14 +164,14 @@ class Cost:
     trains: bool = False
     layerwise: bool = False
     passes: float = 0.0
-    recipes: int = 0
+    held_out_look: bool = False
     encode: float = 1.0
     column_feedback: bool = False
     bytes_per_weight: float = 2.0
     bytes_per_layer_weight: float = 4.0
     hessians: int = 0
     keeps_results: bool = False
-    whole_model: Callable[[Any], float] = lambda options: 0.0
+    whole_model: float = 0.0
     kept_inputs: int = 0
 
 

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.line
 SIDES = ("bf16", "best", "q4_k_m")  # served; naive is judged without a server
 
 
-# Constants that no option sets. `best` compares recipes from 8 conversations on; its trials take most of the time of this file and
-# are tested in quantize/test_recipe_choice.py and quantize/test_mixed_formats.py.
+# Constants that no option sets. `best` holds out conversations from 8 on; its trials take most of the time of this file and
+# are tested in quantize/test_held_out.py and quantize/test_mixed_formats.py.
 SMALL = {
     (demo, "N_CONVERSATIONS"): 100,
     (demo, "CALIBRATION_ROWS"): 4,

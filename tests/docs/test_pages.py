@@ -108,7 +108,7 @@ def test_commands_are_accepted_with_their_values(page):
     "line",
     [
         "bench --output runs/x", "quantize --strategy naive --model M", "eval M --reference B --n 0", "audit", "audit A B",
-        "quantize --strategy best --effort fastest --model M --output D",
+        "quantize --strategy best --effort fast --model M --output D",
     ],
 )  # fmt: skip
 def test_an_incomplete_command_is_reported(line):

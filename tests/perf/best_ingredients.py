@@ -43,27 +43,14 @@ from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.pair import EvaluationJob, open_pair
 from annie_quant.offline.profiles import find_profile
 
-GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
-MEASURED = "best activations=4"
 RECIPES = {
-    "gptq": f"{GPTQ} prompt=0",
-    **{f"gptq+p{p}": f"{GPTQ} prompt={p}" for p in (".01", ".03", ".1", ".3", "1")},
-    "gptq+p.1+d.01": f"{GPTQ} prompt=.1 damping=.01",
-    "gptq+p.1+d.1": f"{GPTQ} prompt=.1 damping=.1",
-    "gptq16+p.1": f"{GPTQ} prompt=.1 activations=16",
-    "fast": f"{FAST} prompt=0",
-    "fast+p.1": f"{FAST} prompt=.1",
-    "fast+p1": f"{FAST} prompt=1",
-    "fast+p.1+d.01": f"{FAST} prompt=.1 damping=.01",
-    "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
-    "fast16+p.1": "best recipe=fixed activations=16 prompt=.1",
-    "mixed+p.1": f"{MIXED} prompt=.1",
+    "gptq": "gptq prompt=0",
+    **{f"gptq+p{p}": f"gptq prompt={p}" for p in (".01", ".03", ".1", ".3", "1")},
+    "gptq+p.1+d.01": "gptq prompt=.1 damping=.01",
+    "gptq+p.1+d.1": "gptq prompt=.1 damping=.1",
+    "gptq16+p.1": "gptq prompt=.1 activations=16",
     "best": "best",
-    "best fast": "best effort=fast",
-    "best all": MEASURED,
-    "best norms": "best norms=1",
-    "best all norms": f"{MEASURED} norms=1",
-    "best all fast": f"{MEASURED} effort=fast",
+    "best all": "best activations=4",
     "awq_lite": "awq_lite",
     "mlp_only": "mlp_only",
     "naive": "naive",

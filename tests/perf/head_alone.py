@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from norms_tuned import drawn, show
+from fresh_answers import drawn, show
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.linears import HEAD, weight_name

@@ -5,7 +5,7 @@
     python tests/perf/never_worse.py --table tests/perf/never_worse.jsonl
 
 Text and held-out answers are those of quantize_peers.py. The three strategies get the same conversations; best rounds all inputs
-(`activations=4`, --effort fast), as the other two do, so its trials decide alone. KL is the mean over the answers' tokens; the
+(`activations=4`), as the other two do, so its held-out look decides alone. KL is the mean over the answers' tokens; the
 noise of a difference is its standard error over answers. A finished run is not made again.
 """
 
@@ -26,7 +26,7 @@ from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import load
 
 STRATEGIES = ("naive", "gptq", "best")
-BEST = "effort=fast activations=4"
+BEST = "activations=4"
 NUMERICS = ("w4a4", "w4a16")
 
 

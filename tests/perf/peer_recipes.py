@@ -341,10 +341,8 @@ def auto_round(
 RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "naive": lambda a: ours(a, "naive"),
     "gptq": lambda a: ours(a, "gptq"),
-    "best --effort fast": lambda a: ours(a, "best", effort="fast"),
-    "best --effort normal": lambda a: ours(a, "best", effort="normal"),
-    "best --effort fast, all W4A4": lambda a: ours(a, "best", effort="fast", activations=4),
-    "best --effort normal, all W4A4": lambda a: ours(a, "best", effort="normal", activations=4),
+    "best": lambda a: ours(a, "best"),
+    "best, all W4A4": lambda a: ours(a, "best", activations=4),
     "ModelOpt max": lambda a: model_opt(a, "NVFP4_DEFAULT_CFG"),
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "ModelOpt local Hessian": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"),

@@ -56,10 +56,8 @@ OURS, LLM_COMPRESSOR, AUTO_ROUND = "ours", "llm-compressor", "auto-round"
 ROWS = {
     "naive": OURS,
     "gptq": OURS,
-    "best --effort fast, all W4A4": OURS,
-    "best --effort normal, all W4A4": OURS,
-    "best --effort fast": OURS,
-    "best --effort normal": OURS,
+    "best": OURS,
+    "best, all W4A4": OURS,
     "ModelOpt max": OURS,
     "ModelOpt MSE": OURS,
     "ModelOpt local Hessian": OURS,
@@ -312,7 +310,7 @@ def tables(file: Path) -> str:
     """Return the finished runs as markdown: figures by row and model, and our rows against each peer."""
     runs = [r for r in stored(file) if not r.get("error")]
     columns = list(dict.fromkeys((r["model"], r["samples"]) for r in runs))
-    rows = [r for r in ROWS if any(run["row"] == r for run in runs)]
+    rows = list(dict.fromkeys(run["row"] for run in runs))
     lines = []
     for kind in NUMERICS:
         for measure in ("", "decision_") if all("decisions" in r for r in runs) else ("",):

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from norms_tuned import HEADER, drawn, show
+from fresh_answers import HEADER, drawn, show
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT

@@ -1,4 +1,4 @@
-"""best with a fixed recipe: both streams, same seed same bytes, and a kill between layers."""
+"""best in torch: both streams, same seed same bytes, and a kill between layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def run(home: Path, name: str, model: str = "model", **options) -> Path:
         "calib_data": home / "calib.jsonl",
         "calib_samples": 2,
         "activations": 4,
-        "recipe": "fixed",
         **options,
     }
     quantize.run("best", home / model, home / name, **settings)
@@ -184,7 +183,7 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     weights["model.layers.1.mlp.up_proj.weight"][5] = 0
     weights["model.layers.2.post_attention_layernorm.weight"][3] = torch.inf
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
-    options = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "recipe": "fixed"}
+    options = {"calib_data": home / "calib.jsonl", "calib_samples": 4}
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
         quantize.run("best", tmp_path / "model", tmp_path / "out", activations=4, **options)
@@ -195,7 +194,7 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
     for settings in (
         options,
-        {**options, "recipe": "measured", "activations": 4, "calib_samples": 10},
+        {**options, "activations": 4, "calib_samples": 10},
     ):
         with pytest.raises(
             CheckpointError, match="probabilities of the calibration answers are not finite"

@@ -34,7 +34,7 @@ pytest.importorskip(
 )
 pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
 from annie_quant.offline.loading import load  # noqa: E402
-from annie_quant.quantize import frontier_plan, kl_trial, mixed_formats, recipe_choice  # noqa: E402
+from annie_quant.quantize import frontier_plan, held_out, kl_trial, mixed_formats  # noqa: E402
 from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
 from annie_quant.quantize.mixed_formats import (  # noqa: E402
     PLAIN,
@@ -55,6 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_formats, "TOKENS", 60)
+    monkeypatch.setitem(held_out.TRIAL_TOKENS, "cpu", 60)
     monkeypatch.setattr(mixed_formats, "BANDS", 8)
 
 
@@ -62,7 +63,6 @@ def run(home: Path, name: str, model: str = "model", **options) -> Path:
     settings = {
         "calib_data": home / "calib.jsonl",
         "calib_samples": 10,
-        "recipe": "fixed",
         **options,
     }
     quantize.run("best", home / model, home / name, **settings)
@@ -74,6 +74,7 @@ def planned(home: Path) -> Path:
     """A checkpoint under a limit, whose measurements stay in `home`/work."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_formats, "TOKENS", 60)
+        patch.setitem(held_out.TRIAL_TOKENS, "cpu", 60)
         patch.setattr(mixed_formats, "BANDS", 8)
         return run(home, "planned", max_gb=GB, work=home / "work")
 
@@ -274,7 +275,7 @@ def divergence(source: Path, folder: Path, home: Path) -> float:
     samples = calibration_samples.samples_of_rows(
         source, read_conversations(home / "calib.jsonl", 10)
     )
-    _, held = recipe_choice.hold_out(samples, 10**6)
+    _, held = held_out.hold_out(samples, 10**6)
     models = [load(f, dtype=torch.float32) for f in (source, folder)]
     values, decides = [], []
     with torch.inference_mode():

@@ -52,7 +52,6 @@ def run(home: Path, name: str, **options) -> Path:
     settings = {
         "calib_data": home / "calib.jsonl",
         "calib_samples": 4,
-        "recipe": "fixed",
         **options,
     }
     quantize.run("best", home / "model", home / name, **settings)

@@ -84,7 +84,7 @@ SIDES = {
     "bf16": Side("bf16", gguf_type="BF16"),
     "naive": Side("NVFP4 naive", "naive"),
     # With the default share of .05 one answer of 693 is empty in three of four draws of calibration, which is undecided.
-    "best": Side("NVFP4 best", "best", options={"effort": "fast", "share": 0.02}),
+    "best": Side("NVFP4 best", "best", options={"share": 0.02}),
     "q4_k_m": Side("Q4_K_M", gguf_type="Q4_K_M"),
 }
 CANDIDATE = "best"

@@ -1,26 +1,26 @@
-"""best: every linear in NVFP4, as small as naive, by the recipe that stays closest to the source on held-out conversations.
+"""best: every linear in NVFP4, as small as naive, with 4-bit inputs where they do little harm.
 
 First the source answers with the inputs of one group of linears rounded at a time; the groups with most of the harm stay W4A16
-(mixed_formats.py). Then recipes are compared on conversations that they do not round with (recipe_choice.py), and the best one
-rounds with all conversations. --effort sets how many recipes are tried. A killed run continues after its last trial, recipe or
-layer.
-
-Under --max-gb, --min-tps or --max-loss the formats of all groups of linears and of the head are chosen first (frontier_plan.py).
+(mixed_formats.py). Under --max-gb, --min-tps or --max-loss the formats of all groups of linears and of the head are chosen next
+(frontier_plan.py). Then GPTQ rounds with all conversations, unless plain rounding is better on held-out ones (held_out.py). A
+killed run continues after its last trial or layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import choose
+from annie_quant.quantize.formats import NVFP4, W4A16, choose
 from annie_quant.quantize.frontier import Limits
-from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     KEPT_INPUTS,
@@ -33,16 +33,14 @@ from annie_quant.quantize.strategy import (
     option,
 )
 
+if TYPE_CHECKING:
+    from annie_quant.quantize.rounding import Method
+
 
 @dataclass(frozen=True)
 class BestOptions(StrategyOptions):
-    recipe: str = option(
-        "measured", "measured: by held-out answers; fixed: by these options", ("measured", "fixed")
-    )
-    effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
-    norms: int = option(0, "1: the norms are tuned after rounding (norm_tuning.py)", (0, 1))
     activations: str = option(
         "mixed",
         "bits of all inputs; mixed: 4 for what `share` allows, else 16",
@@ -64,21 +62,79 @@ class BestOptions(StrategyOptions):
 
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.frontier_plan import plan_model
     from annie_quant.quantize.rounding import Method
 
-    options, limits = job.options, limits_of(job.options)
+    options = job.options
+    limits = limits_of(options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
-    formats = dict.fromkeys(
-        choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations)
-    )
+    four_bit = four_bit_format(options.activations)
+    formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit)
     share = options.share if options.activations == "mixed" else None
-    fixed = options.recipe == "fixed"
-    method = Method(prompt=options.prompt, damping=options.damping, norms=bool(options.norms))
-    return plan_model(
-        job, limits, formats, method, progress, share, "" if fixed else options.effort
-    )
+    method = Method(prompt=options.prompt, damping=options.damping)
+    return plan_model(job, limits, formats, method, progress, share, look=True)
+
+
+def plan_model(
+    job: Job[Any],
+    limits: Limits,
+    four_bit: Mapping[str, str],
+    method: Method,
+    progress: Progress,
+    share: float | None = None,
+    look: bool = False,
+) -> QuantizationPlan:
+    """Return the plan of a model: which inputs are rounded, formats under the limits if there are any, and rounded linears.
+
+    Raises UsageError before anything is measured for limits that no choice satisfies.
+
+    four_bit: linear → "nvfp4" or "w4a16".
+    share: of the divergence that rounding all inputs adds, what "nvfp4" may leave; other linears get "w4a16". None: any.
+    look: compare GPTQ with plain rounding on held-out conversations, and take plain rounding where GPTQ is worse.
+    """
+    from annie_quant.quantize import frontier_plan, held_out, mixed_formats
+    from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.input_stats import calibrated
+    from annie_quant.quantize.rounding import round_model
+
+    folder = ModelFolder(job.model)
+    samples = read_samples(job)
+    if str(limits):
+        frontier_plan.planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
+    if share is not None:
+        four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
+    planned = QuantizationPlan(dict(four_bit))
+    learned, held = held_out.hold_out(samples)
+    looked = held_out.HeldOutLook()
+    if look and not held:
+        progress.message(
+            f"GPTQ is not compared with plain rounding: {held_out.MIN_CONVERSATIONS} conversations or more are needed "
+            "(annie-quant data, or init with --logs)"
+        )
+    if str(limits) or (look and held):
+        rounded = round_model(job, four_bit, learned, method, progress, "layers-learned")
+        trials = held_out.FormatTrials(job, held or samples, rounded)
+        if str(limits):
+            planner = frontier_plan.planner_of(job, limits, four_bit)
+            planned = frontier_plan.choose_formats(
+                job, planner, learned, trials, method.damping, progress
+            )
+        if look and held:
+            looked = held_out.compare_with_plain(trials, planned.formats, held, progress)
+        del trials  # its model is not needed in memory any more
+    announce_size(folder, planned.formats, progress)
+    formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
+    if looked.plain_is_better:
+        amax, tokens = calibrated(job, list(formats), progress)
+        result = QuantizationPlan(formats, amax, tokens=tokens)
+    else:
+        # Other limits may follow in the same folder.
+        layers = f"layers-{held_out.key_of(formats)[:12]}"
+        result = round_model(job, formats, samples, method, progress, layers)
+    result.held_out, result.ingredients = looked.held_out, list(looked.methods)
+    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
+    result.packed |= planned.packed
+    return result
 
 
 def limits_of(options: BestOptions) -> Limits:
@@ -100,15 +156,15 @@ def limits_of(options: BestOptions) -> Limits:
 
 STRATEGY = Strategy(
     name="best",
-    summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
+    summary="ours: all linears NVFP4 by GPTQ, W4A4 where that does little harm; never worse than naive on held-out answers",
     formats=ALL_NVFP4,
-    # Of the passes (counted, not measured) 16 are trials of inputs, 18 the recipes, their scores and the final rounding. Of a
-    # layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
+    # Of the passes (counted, not measured) 16 are trials of inputs, 7 the two roundings and the look between them. Of a layer's
+    # bytes per weight 2 are the layer in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,
-        passes=34,
-        recipes=4,
+        passes=23,
+        held_out_look=True,
         encode=SWEEP_TIME,
         column_feedback=True,
         bytes_per_layer_weight=18,
@@ -116,7 +172,7 @@ STRATEGY = Strategy(
         kept_inputs=KEPT_INPUTS,
         keeps_results=True,
         # Trials with the whole model in bf16.
-        whole_model=lambda o: 2.0 if o.activations == "mixed" or o.recipe == "measured" else 0.0,
+        whole_model=2.0,
     ),
     plan=plan,
     options=BestOptions,

@@ -18,6 +18,7 @@ from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, NVFP4, W4A16, choose, excluded
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategies.best import plan_model
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     KEPT_INPUTS,
@@ -177,7 +178,6 @@ def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., Quantizat
     def plan(
         job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress
     ) -> QuantizationPlan:
-        from annie_quant.quantize.frontier_plan import plan_model
         from annie_quant.quantize.mixed_formats import SHARE
         from annie_quant.quantize.rounding import Method
 

@@ -1,4 +1,4 @@
-"""How best chooses a recipe: what is held out, what stays, what its document states, and a run that dies meanwhile."""
+"""What is held out, the comparison of GPTQ with plain rounding there, its document, and a run that dies meanwhile."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ pytest.importorskip(
 )
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
-from annie_quant.quantize import kl_trial, norm_tuning, recipe_choice, rounding  # noqa: E402
-from annie_quant.quantize.recipe_choice import (  # noqa: E402
-    RecipeChoice,
-    ScoredMethod,
-    Trials,
-    choose_method,
+from annie_quant.quantize import held_out, kl_trial, rounding  # noqa: E402
+from annie_quant.quantize.formats import W4A16  # noqa: E402
+from annie_quant.quantize.held_out import (  # noqa: E402
+    FormatTrials,
+    HeldOutLook,
+    compare_with_plain,
     hold_out,
+    sum_and_standard_error,
 )
+from annie_quant.quantize.plan import Export, QuantizationPlan, export  # noqa: E402
 from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
 
 
@@ -71,99 +73,50 @@ def test_whole_conversations_of_all_categories_are_held_out(rows: int) -> None:
 
 def test_no_more_is_held_out_than_decides_or_fits() -> None:
     samples = [sample(i, decides=4) for i in range(4000)]
-    assert sum(sum(s.decides) for s in hold_out(samples, 10**6)[1]) == recipe_choice.DECISIONS
+    assert sum(sum(s.decides) for s in hold_out(samples, 10**6)[1]) == held_out.ENOUGH_DECISIONS
     assert len(hold_out(samples, 500)[1]) == 50
     assert hold_out(samples[:7], 10**6) == (samples[:7], [])
 
 
-def chosen(
-    monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]
-) -> tuple[RecipeChoice, list[str]]:
-    """Return what is chosen of methods whose held-out conversations have these divergences; others have gptq's."""
-    tried: list[str] = []
+def compared(plain_minus_gptq: list[float]) -> tuple[HeldOutLook, list[str]]:
+    """Return the comparison where plain rounding adds so much to each conversation's divergence, and what was reported."""
+    gptq = np.array([[1.0 + i / 10, 0.0, 0.0, 0.0] for i in range(len(plain_minus_gptq))])
+    plain = gptq + np.array(plain_minus_gptq)[:, None] * [1.0, 0.0, 0.0, 0.0]
 
-    def score(self: Trials, method: Method, title: str) -> np.ndarray:
-        name = title.partition(", ")[2]
-        tried.append(name)
-        return np.array([[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["GPTQ"])])
+    class Trials:
+        def plan_of(self, formats):
+            return gptq
 
-    monkeypatch.setattr(Trials, "__init__", lambda self, *args: None)
-    monkeypatch.setattr(Trials, "score", score)
-    monkeypatch.setattr(recipe_choice, "device_kind", lambda: "cpu")
-    samples = [sample(i) for i in range(40)]
-    ingredients = list(recipe_choice.ingredients("normal", []))
+        def plain_plan_of(self, formats):
+            return plain
+
+        def served_and_unrounded(self, name, plan):
+            return plan
+
     lines: list[str] = []
-    choice = choose_method(
-        Job(Path("m"), Path("out")), {}, samples, Method(), ingredients, Lines(lines.append)
-    )
-    assert [i.name for i in choice.ingredients] == tried
-    return choice, lines
+    samples = [sample(i) for i in range(len(plain_minus_gptq))]
+    look = compare_with_plain(Trials(), {}, samples, Lines(lines.append))  # type: ignore[arg-type]
+    return look, lines
 
 
-def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_noise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    base = [1.0 + i / 10 for i in range(10)]
-    better, noisy = (
-        [x - 0.1 - 0.01 * (i % 2) for i, x in enumerate(base)],
-        [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
-    )
-    choice, lines = chosen(
-        monkeypatch,
-        {
-            "GPTQ": base,
-            "prompt tokens at 0": better,
-            "prompt tokens at 1": noisy,
-            "plain rounding": noisy,
-        },
-    )
-    used = {i.name: i.used for i in choice.ingredients}
-    assert (
-        used["GPTQ"]
-        and used["prompt tokens at 0"]
-        and not used["prompt tokens at 1"]
-        and not used["plain rounding"]
-    )
-    assert choice.method == Method(prompt=0.0)
-    entry = choice.ingredients[1]
-    assert (
-        entry.kl == pytest.approx(sum(better))
-        and entry.change == pytest.approx(-1.05)
-        and 0 < entry.noise < 0.05
-    )
-    assert choice.held_out == HeldOut(10, 40, 10)
-    assert any("fewer than 2,000" in line for line in lines) and any(
-        line.startswith("refuses prompt tokens at 1") for line in lines
-    )
+def test_plain_rounding_is_taken_where_it_is_better_by_more_than_the_noise() -> None:
+    look, lines = compared([-0.1 - 0.01 * (i % 2) for i in range(10)])
+    assert look.plain_is_better and lines[0].endswith("plain rounding is used")
+    gptq, plain = look.methods
+    assert gptq.kl == pytest.approx(14.5) and plain.kl == pytest.approx(14.5 - 1.05)
+    assert plain.change == pytest.approx(-1.05) and 0 < plain.noise < 0.05
+    assert look.held_out == HeldOut(10, 40, 10)
+    noisy = [-0.2 + (1.5 if i % 2 else -1.5) for i in range(10)]
+    for differences in (noisy, [0.1] * 10, [0.0] * 10):
+        look, lines = compared(differences)
+        assert not look.plain_is_better and lines[0].endswith("GPTQ is used")
+    assert not HeldOutLook().plain_is_better
 
 
-def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, _ = chosen(monkeypatch, {"GPTQ": [1.0] * 9 + [1.1], "plain rounding": [0.5] * 10})
-    assert choice.method == Method(plain=True) and choice.ingredients[-1].used
-
-
-def test_settings_of_the_user_are_not_tried() -> None:
-    every = dict(recipe_choice.ingredients("max", []))
-    assert len(every) == len(recipe_choice.INGREDIENTS)
-    assert all(
-        "prompt" not in changes for _, changes in recipe_choice.ingredients("max", ["prompt"])
-    )
-    assert (
-        set(dict(recipe_choice.ingredients("fast", [])))
-        < set(dict(recipe_choice.ingredients("normal", [])))
-        < set(every)
-    )
-
-
-def test_the_noise_is_that_of_a_paired_difference() -> None:
+def test_the_noise_is_that_of_a_sum_of_differences() -> None:
     rng = random.Random(1)
-    before = [[rng.random() for _ in range(4)] for _ in range(50)]
-    after = [[x + rng.gauss(0, 0.01) for x in row] for row in before]
-    scored = [
-        ScoredMethod(name, Method(), np.array(rows)) for name, rows in (("a", before), ("b", after))
-    ]
-    change, noise = scored[1].change(scored[0])
-    differences = [sum(a) - sum(b) for a, b in zip(after, before, strict=True)]
+    differences = [rng.gauss(0, 0.01) for _ in range(50)]
+    change, noise = sum_and_standard_error(differences)
     resampled = [sum(rng.choices(differences, k=50)) for _ in range(4000)]
     mean = sum(resampled) / 4000
     assert change == pytest.approx(sum(differences))
@@ -172,9 +125,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 
 RECIPES = {
     "prompt": (Method(), "cpu"),
-    "plain": (Method(plain=True), "cpu"),
     "in torch, as on a GPU": (Method(), "cuda"),
-    "norms": (Method(norms=True), "cpu"),
 }
 
 
@@ -182,10 +133,8 @@ RECIPES = {
 def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
     home: Path, tmp_path: Path, recipe: Method, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from annie_quant.quantize.plan import export
     from annie_quant.quantize.runner import copy_companions
 
-    monkeypatch.setitem(norm_tuning.STEPS, "cpu", 4)
     monkeypatch.setattr(rounding, "device_kind", lambda: device)
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(
@@ -231,19 +180,46 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
 
 
 def run(home: Path, name: str, **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "activations": 4, "effort": "fast", **options}
+    settings = {"calib_data": home / "calib.jsonl", "activations": 4, **options}
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
 
 
-def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
+def test_the_plain_weights_of_a_trial_are_those_of_naive(home: Path, tmp_path: Path) -> None:
+    folder = ModelFolder(home / "model")
+    samples = calibration_samples.samples_of_rows(
+        home / "model", read_conversations(home / "calib.jsonl", 3)
+    )
+    name = "model.layers.1.mlp.down_proj"
+    job = Job(home / "model", tmp_path / "out", work=tmp_path / "work", scale="sweep")
+    rounded = round_model(job, {name: W4A16}, samples, Method(), Lines(lambda line: None))
+    plan = FormatTrials(job, samples, rounded).plain_plan_of({name: W4A16})
+    (expected,) = Export(folder, QuantizationPlan({name: W4A16})).pack_rows(name)
+    assert plan.packed[name].codes.tobytes() == expected.codes.tobytes()
+    assert plan.packed[name].tensor_scale == expected.tensor_scale
+    assert rounded.packed[name].codes.tobytes() != expected.codes.tobytes()
+
+
+def test_where_plain_rounding_is_better_the_weights_are_those_of_naive(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeldOutLook, "plain_is_better", True)
+    best = run(home, "plain")
+    quantize.run("naive", home / "model", home / "naive", calib_data=home / "calib.jsonl")
+    files = [ModelFolder(folder) for folder in (best, home / "naive")]
+    assert list(files[0]) == list(files[1])
+    for name in files[0]:
+        assert files[0].tensor(name).tobytes() == files[1].tensor(name).tobytes(), name
+
+
+def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_compared(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(home, "whole")
     document = json.loads((whole / "annie_quant.json").read_text())
     assert document["held_out"]["conversations"] == 2
-    names = [i["name"] for i in document["ingredients"]]
-    assert names[0] == "GPTQ" and names[-1] == "plain rounding" and "prompt tokens at 0" in names
+    names = [(i["name"], i["used"]) for i in document["ingredients"]]
+    assert names == [("GPTQ", True), ("plain rounding", False)]
     shares, calls = kl_trial.Trial.shares, 0
 
     def dies(self, plan, inputs=True):
@@ -257,12 +233,8 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
         patch.setattr(kl_trial.Trial, "shares", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "killed")
-    rounded: list[str] = []
-    monkeypatch.setattr(
-        recipe_choice, "round_model", lambda *args: rounded.append(args[-1]) or round_model(*args)
-    )
-    again = run(home, "killed")
-    assert len(rounded) == len(names) - 1, "all but gptq are measured"
+        again = run(home, "killed")
+    assert calls == 5, "gptq both ways and plain rounding as served, then what is left"
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()
     }
@@ -271,7 +243,7 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
 def test_too_few_conversations_are_one_clear_line(home: Path) -> None:
     lines: list[str] = []
     out = run(home, "few", calib_samples=4, report=lines.append)
-    (line,) = [line for line in lines if line.startswith("recipes are not compared")]
-    assert "4 conversations, 8 or more are needed" in line and "annie-quant data" in line
+    (line,) = [line for line in lines if line.startswith("GPTQ is not compared")]
+    assert "8 conversations or more are needed" in line and "annie-quant data" in line
     document = json.loads((out / "annie_quant.json").read_text())
     assert document["held_out"] is None and document["ingredients"] == []

@@ -1,0 +1,175 @@
+"""Hold out some of the calibration conversations, and measure choices of formats and of the rounding on their answers.
+
+The divergence of a choice is the mean KL of all answer tokens plus that of the tokens that decide
+(offline/prompts.py). `best` looks once at what plain rounding (naive) would give there, and takes
+it where GPTQ is worse by more than the noise, the standard error of the difference over
+conversations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from annie_quant import nvfp4
+from annie_quant.checkpoint.linears import weight_name
+from annie_quant.core.files import sha256_text
+from annie_quant.core.progress import Progress
+from annie_quant.documents import HeldOut, Ingredient
+from annie_quant.quantize.backend import device_kind
+from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.formats import FP8_CHANNEL
+from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
+from annie_quant.quantize.plan import Export, QuantizationPlan
+from annie_quant.quantize.strategy import Job, StrategyOptions
+
+MIN_CONVERSATIONS = 8  # of which two are held out
+CONVERSATIONS_PER_HELD_OUT = 4  # at most one of so many is held out
+ENOUGH_DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
+MAX_POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens, prompts included
+# Of the answers that a trial scores, and of these answers with their prompts.
+TRIAL_TOKENS = {"cpu": 1024, "cuda": MOST_TOKENS}
+TRIAL_POSITIONS = {"cpu": 4096, "cuda": math.inf}
+
+
+def hold_out(
+    samples: Sequence[CalibrationSample], max_positions: int | None = None
+) -> tuple[list[CalibrationSample], list[CalibrationSample]]:
+    """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
+
+    Conversations are held out until ENOUGH_DECISIONS tokens decide: at most one of CONVERSATIONS_PER_HELD_OUT, `max_positions`
+    tokens, and MOST_TOKENS of answers.
+    """
+    positions_left = max_positions or MAX_POSITIONS[device_kind()]
+    rows: dict[int, list[CalibrationSample]] = {}
+    for sample in samples:
+        rows.setdefault(sample.row, []).append(sample)
+    if len(rows) < MIN_CONVERSATIONS:
+        return list(samples), []
+    by_category = sorted(rows, key=lambda r: (rows[r][0].category, r))
+    candidates = by_category[CONVERSATIONS_PER_HELD_OUT - 1 :: CONVERSATIONS_PER_HELD_OUT]
+    if len(candidates) >= CONVERSATIONS_PER_HELD_OUT:
+        candidates = in_bit_reversed_order(candidates)
+    held: set[int] = set()
+    tokens_left = MOST_TOKENS
+    decisions = 0
+    for row in candidates:
+        positions = max(len(s.ids) for s in rows[row])
+        tokens = sum(len(s.answer) for s in rows[row])
+        if len(held) >= 2 and (positions > positions_left or tokens > tokens_left):
+            continue
+        held.add(row)
+        positions_left -= positions
+        tokens_left -= tokens
+        decisions += sum(sum(s.decides) for s in rows[row])
+        if decisions >= ENOUGH_DECISIONS:
+            break
+    return [s for s in samples if s.row not in held], [s for s in samples if s.row in held]
+
+
+def in_bit_reversed_order(items: Sequence[int]) -> list[int]:
+    """Return the items by bit-reversed index: the first n of them are spread over all, for any n."""
+    bits = max(1, (len(items) - 1).bit_length())
+    order = sorted(range(len(items)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [items[i] for i in order]
+
+
+def sum_and_standard_error(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the sum of differences, one per conversation, and its standard error."""
+    n = len(differences)
+    mean = sum(differences) / n
+    squares = sum((d - mean) ** 2 for d in differences)
+    return sum(differences), math.sqrt(squares * n / max(1, n - 1))
+
+
+class FormatTrials(StoredTrials):
+    """Measures choices of formats on held-out answers.
+
+    rounded: all decoder linears in NVFP4, by the conversations that are not held out.
+    """
+
+    def __init__(
+        self,
+        job: Job[StrategyOptions],
+        samples: Sequence[CalibrationSample],
+        rounded: QuantizationPlan,
+    ) -> None:
+        device = device_kind()
+        answers = answers_to_score(samples, TRIAL_TOKENS[device], TRIAL_POSITIONS[device])
+        super().__init__(job, "format_figures.json", answers)
+        self.rounded = rounded
+
+    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+        """Return Trial.shares of a choice of formats, without those of the unchanged model."""
+        return self.figures_of(formats) - self.figures_of({})
+
+    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
+        return self.shares(key_of(formats), self.plan_of(formats))
+
+    def plan_of(self, formats: Mapping[str, str]) -> QuantizationPlan:
+        """Return the plan of a choice, with the weights of `rounded`."""
+        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
+        return QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
+
+    def plain_plan_of(self, formats: Mapping[str, str]) -> QuantizationPlan:
+        """Return the plan of a choice, with the decoder's 4-bit weights rounded to nearest, as naive does."""
+        plan = self.plan_of(formats)
+        in_decoder = self.folder.family.in_decoder
+        names = [n for n in plan.packed if in_decoder(n)]
+        exported = Export(self.folder, QuantizationPlan({n: formats[n] for n in names}, plan.amax))
+        for name in names:
+            weight = exported.weight(weight_name(self.folder, name))
+            plan.packed[name] = nvfp4.pack(weight, tensor_scale=float(exported.scale(name)))
+        return plan
+
+    def served_and_unrounded(self, name: str, plan: QuantizationPlan) -> np.ndarray:
+        """Return each conversation's share of KL and KL at decisions, as served and with no input rounded [conversations, 4]."""
+        key = f"{name} {key_of(plan.formats)}"
+        served = self.shares(key, plan)[:, :2]
+        unrounded = self.stored(f"{key} W4A16", lambda: self.trial.shares(plan, inputs=False))
+        return np.concatenate((served, unrounded[:, :2]), 1)
+
+
+def key_of(formats: Mapping[str, str]) -> str:
+    """Return the key of a choice of formats in files of measurements."""
+    return sha256_text(json.dumps(sorted(formats.items())))[:16]
+
+
+@dataclass(frozen=True)
+class HeldOutLook:
+    """The comparison of GPTQ with plain rounding. held_out: None where no conversation was held out."""
+
+    held_out: HeldOut | None = None
+    methods: Sequence[Ingredient] = ()
+
+    @property
+    def plain_is_better(self) -> bool:
+        return len(self.methods) > 1 and self.methods[1].used
+
+
+def compare_with_plain(
+    trials: FormatTrials,
+    formats: Mapping[str, str],
+    held: Sequence[CalibrationSample],
+    progress: Progress,
+) -> HeldOutLook:
+    """Return the comparison on held-out answers. formats: of all linears that are quantized."""
+    gptq = trials.served_and_unrounded("GPTQ", trials.plan_of(formats))
+    plain = trials.served_and_unrounded("plain rounding", trials.plain_plan_of(formats))
+    change, noise = sum_and_standard_error((plain - gptq).sum(1).tolist())
+    methods = [
+        Ingredient("GPTQ", True, *gptq.sum(0).tolist(), change=0.0, noise=0.0),
+        Ingredient("plain rounding", change < -noise, *plain.sum(0).tolist(), change, noise),
+    ]
+    progress.message(
+        f"held-out divergence of plain rounding minus that of GPTQ: {change:+.2g}, noise {noise:.2g}; "
+        f"{'plain rounding' if methods[1].used else 'GPTQ'} is used"
+    )
+    conversations = len({s.row for s in held})
+    tokens = sum(len(s.answer) for s in held)
+    decisions = sum(sum(s.decides) for s in held)
+    return HeldOutLook(HeldOut(conversations, tokens, decisions), methods)

@@ -71,8 +71,13 @@ class Backend:
         hint = "write it as http://127.0.0.1:8000"
         try:
             parts = urllib.parse.urlsplit(self.url)
-        except ValueError:
-            raise UsageError(f"backend {self.name!r}: the URL cannot be read", hint) from None
+            port = parts.port
+        except ValueError as error:  # brackets without an IPv6 address; a port that is none
+            raise UsageError(
+                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL: {error}", hint
+            ) from None
+        if port == 0:
+            raise UsageError(f"backend {self.name!r}: {safe_url(self.url)!r} has the port 0", hint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UsageError(
                 f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", hint

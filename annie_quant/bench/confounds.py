@@ -17,6 +17,7 @@ from annie_quant.documents import BenchConfig, Confound, Ended, Identity, Reques
 from annie_quant.documents.results import Severity
 from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.checks.calls import has_call_markup
+from annie_quant.judge.checks.text import leaked
 from annie_quant.judge.pairing import has_label
 from annie_quant.judge.statistics import LEVEL, compare, holm
 
@@ -29,7 +30,7 @@ BUSY_LOAD = 2.0  # per core; two servers and a client alone make about one
 CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
 OPENING_WORDS, LEAST_ANSWERS, LEAST_EQUAL_SHARE = 3, 10, 0.2
 RARE = 0.05  # share of answers
-LEAST_CUT_SHARE = 0.5  # of a side's answers, before its gates say nothing
+MIN_CUT_SHARE = 0.5  # of a side's answers, from which its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
 LEAST_RATIO = 0.8  # of events per token, and of tokens per event
 LEAST_EVENTS = 50  # of a side, before its ratio is judged
@@ -206,8 +207,14 @@ def _estimates(records: Records) -> Findings:
 def _smoke(records: Records) -> Findings:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     for name, record in last.items():
-        if faults := "; ".join(record.judgement.faults.values()):
-            yield finding("smoke", name, faults=faults, answer=record.answer.text[:80])
+        if record.judgement.faults:
+            yield smoke_finding(name, record)
+
+
+def smoke_finding(name: str, record: RequestRecord) -> Confound:
+    """Return the finding about an answer to the smoke question that has faults."""
+    faults = record.answer.fault or "; ".join(dict.fromkeys(record.judgement.faults.values()))
+    return finding("smoke", name, faults=faults, answer=record.answer.text[:80])
 
 
 # ---- one server: its answers
@@ -231,19 +238,21 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
     off = [r for r in records if r.workload not in config.with_thinking and not r.answer.error]
     hidden = [r for r in off if r.answer.reasoning.strip()]
-    leaks = (r for r in off if "thinking_leak" in r.judgement.faults and r.answer.text.strip())
-    leaked = [r for r in leaks if not r.answer.reasoning.strip()]
+    # The text is read again: an incomplete answer fails the gate whatever it shows.
+    leaks = [r for r in off if leaked(r.answer.text) and not r.answer.reasoning.strip()]
     effect = (
         "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
         "thinking off in its template?)"
     )
-    yield from _in_times("thinking_as_content", name, leaked, off, effect)
+    yield from _in_times("thinking_as_content", name, leaks, off, effect)
     effect = "its content TTFT includes that thinking"
     yield from _in_times("hidden_thinking", name, hidden, off, effect)
     empty = [
         r.tokens.completion_tokens
         for r in off
-        if not r.answer.text.strip() and not r.answer.tool_calls
+        if not r.answer.text.strip()
+        and not r.answer.tool_calls
+        and (not r.answer.fault or r.answer.finish_reason == "length")
     ]
     if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
         tokens = round(statistics.median(lengths))
@@ -257,9 +266,9 @@ def _tool_parser(name: str, records: Records) -> Findings:
         yield finding("tool_parser_missing", name, n=refused, of=len(tools))
     failed = [r for r in tools if not r.judgement.checks["tool_call"]]
     in_text = sum(r.judgement.checks.get("tool_call_raw", False) for r in failed)
-    unparsed = sum(
-        has_call_markup(Answer(text=r.answer.text)) for r in failed if not r.answer.tool_calls
-    )
+    # No parser can read a call that was cut.
+    complete = [r for r in failed if not r.answer.fault and not r.answer.tool_calls]
+    unparsed = sum(has_call_markup(Answer(text=r.answer.text)) for r in complete)
     if in_text or unparsed:
         yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
 
@@ -279,13 +288,28 @@ def _errors(name: str, records: Records) -> Findings:
 
 
 def _cut(name: str, records: Records) -> Findings:
-    """Answers that max_tokens ended fail their gates: where they are many, the gates say nothing about the model."""
+    """Incomplete answers fail their gates: where they are many, the gates say nothing about the model."""
     judged = [r for r in records if r.judgement.checks and not r.answer.error]
-    if cut := sum(r.answer.finish_reason == "length" for r in judged):
-        often = cut >= LEAST_CUT_SHARE * len(judged)
-        effect = "raise max_tokens of the workload" if often else "they count as failed"
-        severity: Severity = "confound" if often else "note"
-        yield finding("cut_answers", name, severity=severity, n=cut, of=len(judged), effect=effect)
+    incomplete = [r for r in judged if r.answer.fault]
+    cut = [r for r in incomplete if r.answer.finish_reason == "length"]
+    ended = [r for r in incomplete if r.answer.finish_reason != "length"]
+    remedies = {
+        "cut_answers": (cut, "raise max_tokens of the workload"),
+        "incomplete_answers": (ended, "its gates say nothing about the model"),
+    }
+    for code, (answers, remedy) in remedies.items():
+        if answers:
+            often = len(answers) >= MIN_CUT_SHARE * len(judged)
+            severity: Severity = "confound" if often else "note"
+            yield finding(
+                code,
+                name,
+                severity=severity,
+                n=len(answers),
+                of=len(judged),
+                reason=answers[0].answer.fault,
+                effect=remedy if often else "they count as failed",
+            )
 
 
 # ---- one server: its times

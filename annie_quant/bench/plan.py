@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -121,6 +122,10 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
     if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
         got = f"runs={config.runs}, n={config.n}, warmup={config.warmup}"
         raise UsageError(f"runs and n must be 1 or more and warmup 0 or more; got {got}")
+    for name in ("budget_s", "timeout_s"):
+        seconds = getattr(config, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UsageError(f"{name} must be a number of seconds above 0; got {seconds:g}")
     if not config.loads:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
     for backend in config.backends:

@@ -18,10 +18,12 @@ from annie_quant import documents, judge
 from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Judgement, RequestRecord, SentWorkload
+from annie_quant.documents import Judgement, RequestRecord, SentWorkload, ToolCall
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, from_record
+from annie_quant.judge.checks.calls import arguments_of
 from annie_quant.judge.checks.reference import normalized_call
+from annie_quant.judge.checks.text import garbled, repeats
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.tool_eval import GATE, Played
 from annie_quant.judge.workloads import Case, Workload
@@ -50,6 +52,40 @@ def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Wo
         record.judgement = Judgement(faults=described, right=right)
     else:
         record.judgement = Judgement(checks=checks, faults=described)
+
+
+def correct_finish_reason(record: RequestRecord, max_tokens: int | None) -> None:
+    """Set the reason "length" where a call was cut at max_tokens: some servers report "tool_calls" for it."""
+    count = record.tokens.completion_tokens
+    if max_tokens is None or count is None or count < max_tokens or record.tokens.tokens_estimated:
+        return
+    if record.answer.finish_reason != "length" and not all(
+        map(_has_arguments, record.answer.tool_calls)
+    ):
+        reported = record.answer.finish_reason
+        record.answer.finish_reason = "length"
+        record.answer.warnings.append(
+            f"the server reported {reported!r} for a call that was cut at max_tokens"
+        )
+
+
+def _has_arguments(call: ToolCall) -> bool:
+    try:
+        arguments_of(call)
+    except ValueError:
+        return False
+    return True
+
+
+def no_words(answer: documents.RecordedAnswer) -> bool:
+    """Return whether an answer has no language: nothing at all, or the loops and characters of a wrong computation.
+
+    Without text, an answer that thinking or max_tokens ended is another fault.
+    """
+    if answer.text.strip():
+        return bool(repeats(answer.text) or garbled(answer.text))
+    thought = answer.reasoning.strip() or answer.finish_reason == "length"
+    return not thought and not answer.tool_calls
 
 
 def judge_scenario(record: RequestRecord, played: Played) -> None:

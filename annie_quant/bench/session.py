@@ -32,13 +32,15 @@ from annie_quant.bench.backend import (
     alive,
     identity,
 )
-from annie_quant.bench.confounds import is_slow
+from annie_quant.bench.confounds import is_slow, smoke_finding
 from annie_quant.bench.exports import export
 from annie_quant.bench.reference_answers import (
     STORED,
+    correct_finish_reason,
     judge_record,
     judge_scenario,
     mark,
+    no_words,
     store_reference,
     stored_reference,
 )
@@ -265,10 +267,24 @@ class Session:
                     -1, name, workload, ((workload.cases[0], self.session),), warmup=True
                 )
                 self._visit(question, cold=True)
+                self._check_smoke(backend, self.records.rows[-1])
         if smoke:
             self.sized = {
                 w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)
             }
+
+    def _check_smoke(self, backend: Backend, record: RequestRecord) -> None:
+        """Raise ServerError for an answer that has no words; report one with other faults, which the run explains."""
+        if not record.judgement.faults:
+            return
+        message = smoke_finding(backend.name, record).message
+        if not record.answer.error and not no_words(record.answer):
+            self.progress.message(message)
+            return
+        raise ServerError(
+            message,
+            f"annie-quant doctor --server {backend.public_url}, then run the same command",
+        )
 
     def _prompt_tokens(self, body: JsonObject) -> int | None:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
@@ -391,6 +407,7 @@ class Session:
             record.answer = documents.pick(documents.RecordedAnswer, received)
             record.tokens = documents.pick(documents.RequestTokens, received)
             record.timings = documents.pick(documents.RequestTimings, received)
+            correct_finish_reason(record, turn.body.get("max_tokens"))
             answer = judge.from_record(record)
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at

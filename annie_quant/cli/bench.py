@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import sys
@@ -189,16 +190,10 @@ def backends_of(options: BenchOptions) -> list[Backend]:
         endpoint = options.endpoint_a
     sides = [(name, url, options.endpoint_a), *([(*second, endpoint)] if second else [])]
     headers = key_headers(options.key_env)
-    return [
-        Backend(
-            name,
-            url,
-            headers=headers,
-            endpoint=api,
-            meta=local_process(url) if options.sustain_s else {},
-        )
-        for name, url, api in sides
-    ]
+    backends = [Backend(name, url, headers=headers, endpoint=api) for name, url, api in sides]
+    if options.sustain_s:
+        backends = [dataclasses.replace(b, meta=local_process(b.url)) for b in backends]
+    return backends
 
 
 def workloads_of(options: BenchOptions) -> list[Workload]:

@@ -36,8 +36,13 @@ def silent(body):
     return words("I cannot do that.")
 
 
-def broken(body):
-    return Script(status=500, error="out of memory")
+def after_smoke(answer):
+    """Return a model that answers the smoke question, and all others by `answer`."""
+    return lambda body: words("It is Tokyo.") if "Japan" in str(body["messages"]) else answer(body)
+
+
+broken = after_smoke(lambda body: Script(status=500, error="out of memory"))
+moved = after_smoke(lambda body: Script(status=302, error="moved"))
 
 
 def number(body):
@@ -257,7 +262,7 @@ def test_a_run_of_an_older_version_is_compared_by_its_stored_prompts(tmp_path):
         bench.regression(tmp_path / "before", tmp_path / "other")
 
 
-@pytest.mark.parametrize("answer", [broken, lambda body: Script(status=302, error="moved")])
+@pytest.mark.parametrize("answer", [broken, moved])
 def test_a_new_run_without_an_answer_loses(tmp_path, answer):
     result = watch(tmp_path, right, answer)
     assert result.lost and result.outcome == "loses" and result.silent == ["a"]
@@ -266,7 +271,7 @@ def test_a_new_run_without_an_answer_loses(tmp_path, answer):
 
 
 def test_redirects_are_errors(tmp_path):
-    done = measure(tmp_path, lambda body: Script(status=302, error="moved"), right)
+    done = measure(tmp_path, moved, right)
     side = done.aggregates.served["a"]
     assert side.errors == N and side.gates["tool_call"].passes == 0 and not_kept(done.verdict)
 

@@ -170,8 +170,12 @@ def test_v2_hidden_thinking_with_empty_content(measure):
 
 
 def test_v3_a_base_model_that_needs_thinking(measure):
+    def v3(body):
+        smoke = body["messages"][-1]["content"] == "What is the capital of Japan?"
+        return words("It is a city." if smoke else GIBBERISH)
+
     result = measure(
-        lambda body: words(GIBBERISH),
+        v3,
         meta_a={"source": "base"},
         meta_b={"source": "opus-distilled"},
     )

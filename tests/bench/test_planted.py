@@ -12,6 +12,7 @@ from annie_quant import bench, report
 
 CODES = {"slower_at_depth", "drift", "throttled"}
 LONG = "word " * 3000
+ANSWER = "It is Tokyo, as you know, my friend."
 PROMPTS = workload(
     "mixed",
     [{"id": f"s{i}", "messages": ask(f"{i}?")} for i in range(8)]
@@ -26,7 +27,11 @@ def model(gap_s):
 
     def answer(body):
         deep = len(body["messages"][-1]["content"]) > 1000
-        return Script(content=["a "] * 8, gap_s=gap_s(next(count), deep), first_s=0.002)
+        return Script(
+            content=[f"{word} " for word in ANSWER.split()],
+            gap_s=gap_s(next(count), deep),
+            first_s=0.002,
+        )
 
     return answer
 

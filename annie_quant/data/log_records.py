@@ -136,28 +136,14 @@ ROLES = {
     "function_response": "tool",
     "function_call": "call",
     "tool_call": "call",
-    "ai": "assistant",
-    "aimessagechunk": "assistant",
 }
 IMAGE_KINDS = (
-    "image",
-    "image_url",
-    "input_image",
-    "audio",
-    "input_audio",
-    "video",
-    "file",
-    "input_file",
-    "blob",
-    "uri",
+    *("image", "image_url", "input_image", "audio", "input_audio", "video"),
+    *("file", "input_file", "blob", "uri"),
 )
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
-ARGUMENT_KEYS = (
-    "arguments",
-    "parameters",
-    "args",
-    "input",
-)  # args: LangChain, Gemini; input: Anthropic
+ANSWER_KEYS = ("response", "response_body", "output", "completion", "result")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # args: Gemini; input: Anthropic
 TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
 WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -172,23 +158,18 @@ def conversation_of(record: object) -> Conversation:
         record = {"messages": record}
     if not isinstance(record, Mapping):
         raise Unusable("not a JSON object")
-    request, key = _request(record, 0)
-    messages = [m for raw in request[key] for m in parsed_message(raw)]
+    request, logged = _request(record, 0)
+    messages = [message for raw in logged for message in parsed_message(raw)]
     answer = _answer(record)
-    if answer is not None and (not messages or messages[-1]["role"] in ("user", "tool", "system")):
-        messages += list(parsed_message(answer))
-    tools = tools_of(
-        next((v for k in ("tools", "functions") if (v := request.get(k) or record.get(k))), None)
-    )
-    conversation = finished(
-        messages,
-        tools,
-        request.get("system") or record.get("system") or record.get("system_prompt"),
-    )
+    if answer is not None and (not messages or messages[-1]["role"] != "assistant"):
+        messages += parsed_message(answer)
+    fields = (request.get("tools"), record.get("tools"))
+    fields += (request.get("functions"), record.get("functions"))
+    system = request.get("system") or record.get("system") or record.get("system_prompt")
+    conversation = finished(messages, tools_of(next(filter(None, fields), None)), system)
     conversation.time_s = _time(record)
-    conversation.max_tokens = (
-        integer(request.get("max_tokens", request.get("max_completion_tokens"))) or None
-    )
+    limit = request.get("max_tokens", request.get("max_completion_tokens"))
+    conversation.max_tokens = integer(limit) or None
     return conversation
 
 
@@ -197,11 +178,9 @@ def _time(record: Record) -> float | None:
     for key in TIME_KEYS:
         value = record.get(key)
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError, OverflowError):
                 return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
-            except (ValueError, OverflowError):
-                continue
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 1e8 < value < 1e14:
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and 1e8 < value < 1e14:
             return value / 1e3 if value > 1e11 else float(value)
     return None
 
@@ -210,14 +189,15 @@ def finished(
     messages: list[ChatMessage], tools: list[Tool] | None, system: object = None
 ) -> Conversation:
     """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
-    systems = [m["content"] for m in messages if m["role"] == "system"]
-    prompt = "\n".join(s for s in [_content(system)[0], *systems] if s.strip()) or None
-    messages = [m for m in messages if m["role"] != "system"]
-    if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
+    systems = ["\n".join(_Content(system).texts)]
+    systems += [m["content"] for m in messages if m["role"] == "system"]
+    prompt = "\n".join(text for text in systems if text.strip()) or None
+    tagged = _TOOLS.search(prompt or "")
+    if prompt and tagged and not tools:
         tools = tools_of(tagged[1])
-        prompt = (
-            _TOOLS.sub("", prompt).strip() if tools else prompt
-        )  # the chat template adds them again
+        if tools:  # the chat template adds them again
+            prompt = _TOOLS.sub("", prompt).strip()
+    messages = [m for m in messages if m["role"] != "system"]
     while messages and messages[0]["role"] in ("assistant", "tool"):
         messages = messages[1:]  # a greeting before the user's first message
     if not any(m["role"] == "user" and m["content"].strip() for m in messages):
@@ -226,36 +206,32 @@ def finished(
     return Conversation(_linked(messages), prompt, tools, thinking)
 
 
-def _request(record: Record, depth: int) -> tuple[Record, str]:
-    """Return the object with the messages, and their key in it."""
+def _request(record: Record, depth: int) -> tuple[Record, Sequence[object]]:
+    """Return the object with the messages, and the messages."""
     for key in MESSAGE_KEYS:
         value = record.get(key)
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
-            return record, key
-    if isinstance(record.get("prompt"), list):
+            return record, value
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
         completion = record.get("completion")
-        return {
-            "messages": [*record["prompt"], *(completion if isinstance(completion, list) else [])]
-        }, "messages"
-    for key in WRAPPERS:
+        return {}, prompt + completion if isinstance(completion, list) else prompt
+    for key in WRAPPERS if depth < 3 else ():
         value = _object_in(record, key)
-        if isinstance(value, Mapping) and depth < 3:
-            try:
+        if isinstance(value, Mapping):
+            with contextlib.suppress(Unusable):
                 return _request(value, depth + 1)
-            except Unusable:
-                continue
     raise Unusable(str(record.get("unusable") or "no messages in the record"))
 
 
 def _object_in(record: Record, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
-    return (
-        _json_or_none(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-    )
+    is_object = isinstance(value, str) and value.lstrip().startswith("{")
+    return _json_or_none(value) if is_object else value
 
 
-def _json_or_none(text: str) -> object:
+def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -264,16 +240,18 @@ def _json_or_none(text: str) -> object:
 
 def _answer(record: Record) -> object:
     """Return the message of a response that is logged with its request; None where there is none."""
-    for key in ("response", "response_body", "output", "completion", "result"):
+    for key in ANSWER_KEYS:
         value = _object_in(record, key)
-        if streamed := stream_bytes(value):
+        streamed = stream_bytes(value)
+        if streamed:
             try:
                 return message_of_events(streamed)[0]
             except ValueError as error:
                 raise Unusable(str(error)) from None
         if isinstance(value, Mapping):
-            body = inner if isinstance(inner := value.get("body"), Mapping) else value
-            if (choice := first_choice(body)) is not None:
+            body = value["body"] if isinstance(value.get("body"), Mapping) else value
+            choice = first_choice(body)
+            if choice is not None:
                 return choice.get("message")
             if body.get("role") == "assistant":
                 return body
@@ -284,99 +262,112 @@ def _answer(record: Record) -> object:
 
 def first_choice(body: Record) -> Record | None:
     choices = body.get("choices")
-    return (
-        choices[0]
-        if isinstance(choices, list) and choices and isinstance(choices[0], Mapping)
-        else None
-    )
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, Mapping) else None
 
 
 def parsed_message(raw: object) -> Iterator[ChatMessage]:
     """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
-    for key in ("data", "kwargs"):  # LangChain's stored messages
-        if isinstance(raw.get(key), Mapping) and "role" not in raw:
-            raw = {**raw, **raw[key]}
-    sender = str(raw.get("role") or raw.get("from") or raw.get("type"))  # LangChain: type
+    sender = str(raw.get("role") or raw.get("from") or raw.get("type"))
     role = ROLES.get(sender.lower().replace("-", "_"))
     if role is None:
         raise Unusable(f"unknown role {sender[:30]!r}")
-    content = next((raw[key] for key in ("content", "value", "parts") if key in raw), None)
-    text, thoughts, calls, results = _content(content)
-    thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
+    content = _Content(_first(raw, ("content", "value", "parts")))
+    text = "\n".join(content.texts)
     if role == "call":
         yield _assistant("", "", [_call(_decoded(text))])
     elif role == "assistant":
-        calls += _calls(raw.get("tool_calls"))
-        if isinstance(raw.get("function_call"), Mapping):
-            calls.append(_call(raw["function_call"]))
-        text, more_thoughts, more_calls = _parsed(text)
-        if text.strip() or calls or more_calls:
-            yield _assistant(text, thoughts + more_thoughts, calls + more_calls)
+        yield from _answers(raw, text, content)
     elif role == "tool":
         name = raw.get("name") or raw.get("toolName")
         identity = raw.get("tool_call_id") or raw.get("toolCallId")
-        yield from results or [_result(r, name, identity) for r in _RESULT.findall(text) or [text]]
+        tagged = _RESULT.findall(text) or [text]
+        yield from content.results or [_result(result, name, identity) for result in tagged]
+    elif role == "user" and _RESULT.search(text) and not _RESULT.sub("", text).strip():
+        yield from content.results
+        yield from (_result(result) for result in _RESULT.findall(text))
     else:
-        yield from results
-        if role == "user" and _RESULT.search(text) and not _RESULT.sub("", text).strip():
-            yield from (_result(r, None, None) for r in _RESULT.findall(text))
-        elif text.strip() or not results:
+        yield from content.results
+        if text.strip() or not content.results:
             yield {"role": role, "content": text}
 
 
-def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessage]]:
-    """Return text, thinking, calls and results of a content: a text, or a list of blocks."""
-    if content is None or isinstance(content, str):
-        return content or "", "", [], []
-    if isinstance(content, Mapping):
-        content = [content]
-    if not isinstance(content, list):
-        return json.dumps(content, ensure_ascii=False), "", [], []
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[ChatCall] = []
-    results: list[ChatMessage] = []
-    for block in content:
-        if isinstance(block, str):
-            texts.append(block)
-            continue
-        kind = str(block.get("type")) if isinstance(block, Mapping) else ""
-        if kind in IMAGE_KINDS:
-            raise Unusable("an image or another file: only text can be evaluated")
-        if kind in ("toolCall", "tool_use", "tool_call"):
-            calls.append(_call(block))
-        elif kind in ("tool_result", "tool_call_response"):
-            result = block.get("content") if kind == "tool_result" else block.get("response")
-            is_json = kind == "tool_call_response" and not isinstance(
-                result, str
-            )  # OpenTelemetry's: any value
-            text = json.dumps(result, ensure_ascii=False) if is_json else _content(result)[0]
-            results.append(_result(text, None, block.get("tool_use_id") or block.get("id")))
-        elif kind in ("thinking", "reasoning"):
-            thoughts.append(
-                str(block.get("thinking") or block.get("text") or block.get("content") or "")
-            )
-        elif isinstance(block, Mapping) and isinstance(
-            text := block.get("text", kind == "text" and block.get("content")), str
-        ):
-            texts.append(text)
-    return "\n".join(texts), "\n".join(thoughts), calls, results
-
-
-def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
-    """Return text, thinking and calls of an answer that has its calls and thinking in tags (Hermes, Qwen)."""
+def _answers(raw: Record, text: str, content: _Content) -> Iterator[ChatMessage]:
+    """Yield the answer of an assistant's message, with its calls and thinking also from tags (Hermes, Qwen)."""
+    thoughts = "\n".join(content.thoughts)
+    thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
+    calls = content.calls + _calls(raw.get("tool_calls"))
+    if isinstance(raw.get("function_call"), Mapping):
+        calls.append(_call(raw["function_call"]))
     opened = _THINK.match(text)
-    thoughts = opened[1].strip() if opened else ""
-    text = text[opened.end() :] if opened else text
-    calls = [_call(_decoded(match)) for match in _TAGGED_CALL.findall(text)]
+    if opened:
+        thoughts += opened[1].strip()
+        text = text[opened.end() :]
+    calls += [_call(_decoded(match)) for match in _TAGGED_CALL.findall(text)]
     text = _TAGGED_CALL.sub("", text)
     if "<function=" in text:
         answer = parse_raw(text, thinking=False)
-        calls += [_call(dict(c)) for c in answer.tool_calls]
+        calls += [_call(dict(call)) for call in answer.tool_calls]
         text = answer.text
-    return text.strip(), thoughts, calls
+    if text.strip() or calls:
+        yield _assistant(text.strip(), thoughts, calls)
+
+
+def _first(fields: Record, keys: Sequence[str]) -> Any:
+    return next((fields[key] for key in keys if key in fields), None)
+
+
+class _Content:
+    """Texts, thinking, calls and results of a message's content: a text, or a list of blocks."""
+
+    def __init__(self, content: object) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[ChatCall] = []
+        self.results: list[ChatMessage] = []
+        if content is None:
+            return
+        if isinstance(content, (str, Mapping)):
+            content = [content]
+        if not isinstance(content, list):
+            self.texts.append(_json_text(content))
+            return
+        for block in content:
+            if isinstance(block, str):
+                self.texts.append(block)
+            elif isinstance(block, Mapping):
+                self._add(block)
+
+    def _add(self, block: Record) -> None:
+        kind = str(block.get("type"))
+        if kind in IMAGE_KINDS:
+            raise Unusable("an image or another file: only text can be evaluated")
+        if kind in ("toolCall", "tool_use", "tool_call"):
+            self.calls.append(_call(block))
+        elif kind in ("tool_result", "tool_call_response"):
+            identity = block.get("tool_use_id") or block.get("id")
+            self.results.append(_result(_result_text(block, kind), None, identity))
+        elif kind in ("thinking", "reasoning"):
+            thought = block.get("thinking") or block.get("text") or block.get("content") or ""
+            self.thoughts.append(str(thought))
+        else:
+            text = block.get("text", block.get("content") if kind == "text" else None)
+            if isinstance(text, str):
+                self.texts.append(text)
+
+
+def _result_text(block: Record, kind: str) -> str:
+    """Return the text of a tool's result in a block; OpenTelemetry's (tool_call_response) may be any value."""
+    if kind == "tool_result":
+        return "\n".join(_Content(block.get("content")).texts)
+    response = block.get("response")
+    return response if isinstance(response, str) else _json_text(response)
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _calls(raw: object) -> list[ChatCall]:
@@ -385,24 +376,22 @@ def _calls(raw: object) -> list[ChatCall]:
         raw = [raw]
     if raw is not None and not isinstance(raw, list):
         raise Unusable("tool_calls that are not a list")
-    return [_call(c) for c in raw or ()]
+    return [_call(call) for call in raw or ()]
 
 
 def _call(raw: object) -> ChatCall:
     if not isinstance(raw, Mapping):
         raise Unusable("a tool call that is not an object")
-    function = inner if isinstance(inner := raw.get("function"), Mapping) else raw
-    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None) or {}
+    function = raw["function"] if isinstance(raw.get("function"), Mapping) else raw
+    arguments = _first(function, ARGUMENT_KEYS) or {}
     if isinstance(arguments, str):
         arguments = _decoded(arguments) if arguments.strip() else {}
     if not function.get("name"):
         raise Unusable("a tool call without a name")
     if not isinstance(arguments, Mapping):
         raise Unusable("tool arguments that are not a JSON object")
-    call: ChatCall = {
-        "type": "function",
-        "function": {"name": str(function["name"]), "arguments": dict(arguments)},
-    }
+    name = str(function["name"])
+    call: ChatCall = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 
 
@@ -420,25 +409,25 @@ def tools_of(raw: object) -> list[Tool] | None:
     if isinstance(raw, str):
         lines = [_json_or_none(line) for line in raw.splitlines() if line.strip()]
         raw = _json_or_none(raw) or (None if None in lines else lines)
+    if isinstance(raw, list) and any(isinstance(tool, str) for tool in raw):
+        return tools_of("\n".join(tool for tool in raw if isinstance(tool, str)))
     if isinstance(raw, Mapping):
         raw = [raw]
-    if not isinstance(raw, list):
-        return None
-    tools = []
-    for tool in raw:
-        if isinstance(tool, str):
-            return tools_of("\n".join(t for t in raw if isinstance(t, str)))
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and function.get("name"):
-            definition = {
-                k: function[k]
-                for k in ("name", "description", "parameters")
-                if function.get(k) is not None
-            }
-            if "parameters" not in definition and isinstance(function.get("input_schema"), Mapping):
-                definition["parameters"] = function["input_schema"]
-            tools.append({"type": "function", "function": definition})
+    definitions = map(_definition, raw if isinstance(raw, list) else ())
+    tools: list[Tool] = [{"type": "function", "function": d} for d in definitions if d]
     return tools or None
+
+
+def _definition(tool: object) -> JsonObject | None:
+    """Return name, description and parameters of a tool; None where it is none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not function.get("name"):
+        return None
+    fields = ("name", "description", "parameters")
+    definition = {k: function[k] for k in fields if function.get(k) is not None}
+    if "parameters" not in definition and isinstance(function.get("input_schema"), Mapping):
+        definition["parameters"] = function["input_schema"]
+    return definition
 
 
 def _assistant(text: str, thoughts: str, calls: list[ChatCall]) -> ChatMessage:
@@ -450,7 +439,7 @@ def _assistant(text: str, thoughts: str, calls: list[ChatCall]) -> ChatMessage:
     return message
 
 
-def _result(text: str, name: object, identity: object) -> ChatMessage:
+def _result(text: str, name: object = None, identity: object = None) -> ChatMessage:
     message: ChatMessage = {"role": "tool", "content": text}
     if name:
         message["name"] = str(name)

@@ -15,7 +15,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.data import read_rows
 from annie_quant.data.log_records import Conversation, Unusable, conversation_of, tools_of
 from annie_quant.data.log_sample import NO_TOOL, Pool, without_prefixes
-from annie_quant.data.logs import Problems, ServerLog, chatml, read_logs
+from annie_quant.data.logs import Problems, ServerLog, read_logs
 from annie_quant.data.masking import MASK, Scanner
 
 TOOL = {
@@ -69,17 +69,6 @@ ANTHROPIC = {
         {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
     ],
 }
-LANGCHAIN = [
-    {"type": "system", "content": "Be S."},
-    {"type": "human", "content": "hi"},
-    {
-        "type": "ai",
-        "content": "",
-        "tool_calls": [{"name": "find", "args": {"q": "a"}, "id": "c", "type": "tool_call"}],
-    },
-    {"type": "tool", "content": "r", "tool_call_id": "c"},
-    {"type": "ai", "content": "done"},
-]
 CHUNKS = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in ("do", "ne")]
 CHUNKS += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
 SSE = "".join(f"data: {json.dumps(c)}\n\n" for c in CHUNKS) + "data: [DONE]\n\n"
@@ -139,9 +128,6 @@ def read(path, problems=None):
         ({"request": json.dumps({"messages": OPENAI["messages"][:-1]}), "response": "done"}, False),
         ({"prompt": OPENAI["messages"][:2], "completion": OPENAI["messages"][2:]}, False),
         ({**ANTHROPIC, "system": [{"type": "text", "text": "Be S.", "cache_control": {"type": "ephemeral"}}]}, True),
-        ({"messages": LANGCHAIN}, False),
-        ({"messages": [{"type": m["type"], "data": m} for m in LANGCHAIN]}, False),
-        ({"messages": [{"lc": 1, "type": "constructor", "kwargs": m} for m in LANGCHAIN]}, False),
         ({"messages": OPENAI["messages"][:-1], "response": CHUNKS}, False),
         ({"messages": OPENAI["messages"][:-1], "response": SSE}, False),
     ],
@@ -191,48 +177,6 @@ def test_parquet_and_arrow(tmp_path):
     assert read_rows(tmp_path / "b.arrow")[0]["messages"][1]["content"] == "yes"
 
 
-def rendered():
-    from paths import TINY_ANNIE
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TINY_ANNIE)
-
-
-def test_a_vllm_log_is_parsed_back_from_the_real_chat_template(tmp_path):
-    pytest.importorskip("transformers", reason="the chat template is rendered with transformers")
-    messages = [
-        {"role": "system", "content": "Be S."},
-        USER,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "find", "arguments": {"q": "a"}}}],
-        },
-        {"role": "tool", "content": "r"},
-    ]
-    prompt = rendered().apply_chat_template(
-        messages, tools=[TOOL], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    log = [
-        "INFO 11-22 12:00:00 starting",
-        f"INFO [logger.py:49] Received request chatcmpl-1: prompt: {prompt!r}, params: SamplingParams(n=1)",
-        f"INFO [logger.py:81] Generated response chatcmpl-1 (streaming): output: {'done'!r}, output_token_ids: None",
-        "DEBUG Request chatcmpl-2 details: prompt: '<|im_start|>user\\nhey<|im_end|>\\n<|im_start|>assistant\\n<think>\\n'",
-        "INFO Received request chatcmpl-3: params: SamplingParams(n=1), lora_request: None.",
-    ]
-    (tmp_path / "v.log").write_text("\n".join(log))
-    problems = Problems()
-    one, two = read(tmp_path / "v.log", problems)
-    assert (
-        shape(one) == EXPECTED
-        and one.system == "Be S."
-        and one.tools == [TOOL]
-        and one.format == "vLLM log"
-    )
-    assert shape(two) == [("user", "hey", [])] and two.thinking and not two.has_answer
-    assert not problems.counts
-
-
 def test_a_llama_cpp_log(tmp_path):
     request = {"messages": OPENAI["messages"][:-1], "tools": [TOOL]}
     answer = {"choices": [{"message": OPENAI["messages"][-1]}]}
@@ -248,9 +192,7 @@ def test_a_llama_cpp_log(tmp_path):
     assert shape(one) == EXPECTED and one.tools == [TOOL] and shape(two) == [("user", "hi", [])]
 
 
-def test_a_prompt_that_is_not_chatml_is_named():
-    with pytest.raises(Unusable, match="not in ChatML"):
-        chatml("[INST] hi [/INST]", "")
+def test_another_text_log_has_no_conversation():
     assert list(ServerLog().add("nothing here")) == []
 
 

@@ -234,9 +234,7 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
         )
     if type is None and kind == "BF16" and model.nvfp4:
         architecture = plan.layout.names.architecture
-        loss[0] += (
-            f": llama.cpp does not compute NVFP4 in {architecture} (--type NVFP4 writes it for others)"
-        )
+        loss[0] += f": llama.cpp does not compute NVFP4 in {architecture}"
     if plan.left_out:
         loss.append(
             f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)"

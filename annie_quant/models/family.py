@@ -173,11 +173,15 @@ class GGUFNames:
     tensor_scales: bool = True
 
     def computes_nvfp4(self, names: Iterable[str]) -> bool:
-        """Return whether llama.cpp computes a model with these tensors in NVFP4: with tensor scales, and no biases in the MLP.
+        """Return whether llama.cpp computes a model with these tensors in NVFP4.
 
-        llama.cpp refuses such biases (GGML_ASSERT in llama-graph.cpp, xllamacpp 2026.10).
+        It needs tensor scales in the graph, and no biases in the MLP, which llama.cpp refuses
+        (GGML_ASSERT in llama-graph.cpp, xllamacpp 2026.10).
+
+        names: of a folder's tensors, or of a GGUF file's.
         """
-        biases = tuple(weight.replace(".weight", ".bias") for weight in GGUF_MLP)
+        weights = (*GGUF_MLP, *GGUF_MLP.values())
+        biases = tuple(weight.replace(".weight", ".bias") for weight in weights)
         return self.tensor_scales and not any(name.endswith(biases) for name in names)
 
     def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:

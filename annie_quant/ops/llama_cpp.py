@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from annie_quant.checkpoint.gguf.reader import check_header
+from annie_quant.checkpoint.gguf.reader import check_served_by_llama_cpp
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.ops import server as process
@@ -149,4 +149,4 @@ def check_file(model: Path) -> None:
         raise UsageError(
             f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one"
         )
-    check_header(model)
+    check_served_by_llama_cpp(model)

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import annie_quant as aq
+from annie_quant.checkpoint import ModelFolder, dialects
+from annie_quant.checkpoint.gguf.writer import write_gguf
+from annie_quant.core.errors import CheckpointError, ServerError
+from annie_quant.ops import llama_cpp
 
 torch = pytest.importorskip(
     "torch", reason="the models are made with torch: pip install annie-quant[quantize]"
@@ -66,8 +70,23 @@ def test_llama_cpp_answers_as_transformers(tmp_path: Path, kind: str) -> None:
     assert equal >= TOKENS * len(TEXTS) // 2
 
 
+def first_tokens(file: str | Path, prompts: list[list[int]]) -> list[int]:
+    """Return the first token that llama.cpp's server answers to each prompt."""
+    with aq.serve.start(file) as server:
+        replies = [
+            complete(server.url, prompt, TOKENS, timeout_s=60, ignore_eos=True)
+            for prompt in prompts
+        ]
+    return [reply["tokens"][0] for reply in replies]
+
+
+COMPUTES_NVFP4 = ("llama", "llama3", "qwen3")
+
+
 @pytest.mark.parametrize("kind", KNOWN)
-def test_llama_cpp_answers_a_quantized_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_llama_cpp_answers_a_quantized_checkpoint(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A graph that ignores NVFP4's tensor scales repeats one token; another one differs near ties only (8-bit inputs)."""
     import annie_quant.runtime  # noqa: F401 - registers NVFP4 with transformers
 
@@ -77,20 +96,33 @@ def test_llama_cpp_answers_a_quantized_checkpoint(tmp_path: Path, kind: str) -> 
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     expected = answers(tmp_path / "nvfp4", prompts)
     converted = aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "model.gguf")
-    computed = kind in ("llama", "llama3", "qwen3")
+    computed = kind in COMPUTES_NVFP4
     assert converted.type == ("NVFP4" if computed else "BF16")
     assert computed or "does not compute NVFP4" in converted.loss[0]
-    with aq.serve.start(converted.path) as server:
-        served = [
-            complete(server.url, p, TOKENS, timeout_s=60, ignore_eos=True)["tokens"]
-            for p in prompts
-        ]
     first = [
-        (tokens[0], margins[0], got[0])
-        for (tokens, margins), got in zip(expected, served, strict=True)
+        (tokens[0], margins[0], got)
+        for (tokens, margins), got in zip(
+            expected, first_tokens(converted.path, prompts), strict=True
+        )
     ]
     assert all(token == got or margin < NEAR_8_BIT for token, margin, got in first), first
     assert sum(token == got for token, _, got in first) >= 2, first
+    if computed:
+        return
+    with pytest.raises(CheckpointError, match="does not compute NVFP4 in this") as refused:
+        aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "no.gguf", type="NVFP4")
+    assert "--type BF16" in refused.value.hint and not (tmp_path / "no.gguf").exists()
+    file = tmp_path / "other-writer.gguf"
+    write_gguf(dialects.read(ModelFolder(tmp_path / "nvfp4")), file, "NVFP4")
+    with pytest.raises(CheckpointError, match="does not compute NVFP4 in this"):
+        aq.serve.start(file)
+    # What is refused is wrong: a version of llama.cpp that computes it fails here.
+    monkeypatch.setattr(llama_cpp, "check_file", lambda model: None)
+    if kind == "llama-bias":
+        with pytest.raises(ServerError, match="stopped while starting"):
+            first_tokens(file, prompts)
+    else:
+        assert len(set(first_tokens(file, prompts))) == 1 < len({token for token, _, _ in first})
 
 
 @pytest.mark.parametrize("kind", ["llama-bias", "qwen2-tied"])
@@ -99,7 +131,7 @@ def test_a_gguf_file_has_the_numbers_of_its_folder(tmp_path: Path, kind: str) ->
     folder = make(tmp_path / "model", kind)
     aq.quantize.run("direct", folder, tmp_path / "nvfp4")
     aq.checkpoint.convert(folder, "gguf", tmp_path / "plain.gguf")
-    aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "nvfp4.gguf", type="NVFP4")
+    write_gguf(dialects.read(ModelFolder(tmp_path / "nvfp4")), tmp_path / "nvfp4.gguf", "NVFP4")
     compared = aq.checkpoint.compare(folder, {"file": tmp_path / "plain.gguf"})
     assert len(compared.rows) >= 2 * 7 + 1 and all(row.rel_l2 == 0 for row in compared.rows)
     rows = aq.checkpoint.compare(

@@ -1,7 +1,8 @@
-"""Check that a GGUF header's counts, lengths and offsets are inside the file, before the gguf package or a server reads it.
+"""Read a GGUF header before the gguf package or a server does.
 
-The package trusts them: a count of 2^40 would keep it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
-count, pair count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
+Its counts, lengths and offsets must be inside the file. The package trusts them: a count of 2^40
+would keep it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor count, pair
+count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
 """
 
 from __future__ import annotations
@@ -10,122 +11,163 @@ import contextlib
 import functools
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from annie_quant import models
 from annie_quant.core.errors import CheckpointError, need
 from annie_quant.core.text import printable
+from annie_quant.models.family import GGUFNames
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-SIZES = {
-    0: 1,
-    1: 1,
-    2: 2,
-    3: 2,
-    4: 4,
-    5: 4,
-    6: 4,
-    7: 1,
-    10: 8,
-    11: 8,
-    12: 8,
-}  # bytes of a value, by its type
-STRING, ARRAY = 8, 9
+# Bytes of a value, by its type: 8 bits, 16 bits, 32 bits, a bool, 64 bits.
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+STRING = 8
+ARRAY = 9
+NVFP4 = 40  # of ggml_type
 MAX_DIMENSIONS = 8
 MAX_NESTING = 4  # arrays of arrays
+MAX_NAME_BYTES = 1000  # of a key or a tensor's name that is looked at
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF header states. types: tensor name → number of its ggml_type."""
+
+    architecture: str
+    types: dict[str, int]
 
 
 class _Cursor:
     """A position in the file that only moves forward, and never past its end."""
 
     def __init__(self, raw: memoryview) -> None:
-        self.raw, self.position = raw, 0
+        self.raw = raw
+        self.position = 0
 
-    def skip(self, size: int) -> None:
-        left = len(self.raw) - self.position
+    def skip(self, size: int) -> int:
+        """Move forward, and return the position before."""
+        start = self.position
+        left = len(self.raw) - start
         if size > left:
-            raise ValueError(f"{size} bytes expected at byte {self.position}, and {left} are left")
+            raise ValueError(f"{size} bytes expected at byte {start}, and {left} are left")
         self.position += size
+        return start
 
     def number(self, form: str) -> int:
-        start = self.position
-        self.skip(struct.calcsize(form))
+        start = self.skip(struct.calcsize(form))
         return int(struct.unpack_from(form, self.raw, start)[0])
 
-    def string(self) -> None:
-        self.skip(self.number("<Q"))
+    def string(self) -> str:
+        """Return a string, or its beginning."""
+        length = self.number("<Q")
+        start = self.skip(length)
+        text = bytes(self.raw[start : start + min(length, MAX_NAME_BYTES)])
+        return text.decode("utf-8", "replace")
 
-    def value(self, kind: int, depth: int = 0) -> None:
+    def skip_value(self, kind: int, depth: int = 0) -> None:
         if kind == STRING:
-            self.string()
+            self.skip(self.number("<Q"))
         elif kind == ARRAY and depth < MAX_NESTING:
-            inner, count = self.number("<I"), self.number("<Q")
+            inner = self.number("<I")
+            count = self.number("<Q")
             if inner in SIZES:
                 self.skip(count * SIZES[inner])
-            else:  # every value takes at least one byte, so the end of the file stops an invalid count
+            else:  # every value takes at least one byte, so the end of the file stops the loop
                 for _ in range(count):
-                    self.value(inner, depth + 1)
+                    self.skip_value(inner, depth + 1)
         elif kind in SIZES:
             self.skip(SIZES[kind])
         else:
             raise ValueError(f"unknown value type {kind} at byte {self.position}")
 
 
-def check_header(path: Path) -> None:
-    """Raise CheckpointError where the header describes more data than the file has."""
+def read_header(path: Path) -> GgufHeader:
+    """Return a file's header. CheckpointError: it describes more data than the file has."""
     try:
         with (
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as raw,
         ):
-            _check_header(_Cursor(raw))
+            return _read_header(_Cursor(raw))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: not a GGUF file that can be read ({error})", "convert it again"
-        ) from None
+        message = f"{path}: not a GGUF file that can be read ({error})"
+        raise CheckpointError(message, "convert it again") from None
 
 
-def _check_header(cursor: _Cursor) -> None:
+def _read_header(cursor: _Cursor) -> GgufHeader:
     if bytes(cursor.raw[:4]) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     cursor.skip(8)
-    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
+    tensors = cursor.number("<Q")
+    pairs = cursor.number("<Q")
+    architecture = ""
     for _ in range(pairs):
-        cursor.string()
-        cursor.value(cursor.number("<I"))
-    last = -1  # largest offset of a tensor's data, relative to the end of the header
+        key = cursor.string()
+        kind = cursor.number("<I")
+        if key == "general.architecture" and kind == STRING:
+            architecture = cursor.string()
+        else:
+            cursor.skip_value(kind)
+    types = {}
+    last_offset = -1  # of a tensor's data, relative to the end of the header
     for _ in range(tensors):
-        cursor.string()
+        name = cursor.string()
         dimensions = cursor.number("<I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
-        cursor.skip(8 * dimensions + 4)
-        last = max(last, cursor.number("<Q"))
-    if cursor.position + last >= len(cursor.raw):
+        cursor.skip(8 * dimensions)
+        types[name] = cursor.number("<I")
+        last_offset = max(last_offset, cursor.number("<Q"))
+    if cursor.position + last_offset >= len(cursor.raw):
         raise ValueError(f"tensors begin after its end: it has {len(cursor.raw)} bytes")
+    return GgufHeader(architecture, types)
+
+
+def check_served_by_llama_cpp(path: Path) -> None:
+    """Raise CheckpointError for a file that is damaged, or that llama.cpp computes wrongly."""
+    header = read_header(path)
+    if NVFP4 not in header.types.values():
+        return
+    for family in models.families():
+        if family.gguf and family.gguf.architecture == header.architecture:
+            check_nvfp4(family.gguf, header.types, path)
+
+
+def check_nvfp4(names: GGUFNames, tensors: Iterable[str], where: Path) -> None:
+    """Raise CheckpointError where llama.cpp does not compute NVFP4.
+
+    tensors: the names of all tensors, of a folder or of a GGUF file.
+    """
+    if not names.computes_nvfp4(tensors):
+        message = f"{where}: llama.cpp does not compute NVFP4 in this {names.architecture} model"
+        hint = "annie-quant convert --to gguf --type BF16, or serve the folder with vLLM"
+        raise CheckpointError(message, hint)
 
 
 def open_reader(path: Path) -> GGUFReader:
     """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
     gguf = need("gguf", "serve")
-    check_header(path)
+    read_header(path)
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # it raises errors of many types
-        problem = f"not a GGUF file that can be read: cut, or of types that are not known ({printable(str(error), 80)})"
-        raise CheckpointError(f"{path}: {problem}", "download it, or convert it again") from None
+        problem = "not a GGUF file that can be read: cut, or of types that are not known"
+        message = f"{path}: {problem} ({printable(str(error), 80)})"
+        raise CheckpointError(message, "download it, or convert it again") from None
 
 
 @contextlib.contextmanager
 def opened_once(reader: GGUFReader) -> Iterator[None]:
-    """Let transformers' functions, each of which opens its GGUF file anew, take this reader and one map of names per architecture.
+    """Let transformers' functions take this reader and one map of names per architecture.
 
-    A vocabulary takes the package's reader ten seconds, and a map is made for every module of a model.
+    Each of them opens its GGUF file anew. A vocabulary takes the package's reader ten seconds, and a map is made for every module of a model.
     """
     import gguf
 

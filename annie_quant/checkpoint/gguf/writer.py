@@ -28,6 +28,7 @@ from annie_quant.checkpoint.gguf.layout import (
     keeps_float32,
     read_settings,
 )
+from annie_quant.checkpoint.gguf.reader import check_nvfp4
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space
@@ -73,14 +74,21 @@ class GgufTensor:
 
 
 def type_of(type: str | None, model: QuantizedFolder) -> str:
-    """Return the GGUF type to write: `type`, or NVFP4 where the folder has NVFP4 linears that llama.cpp serves, else BF16."""
-    family = model.folder.family.gguf
-    computed = family is None or family.computes_nvfp4(model.folder)
-    kind = (type or ("NVFP4" if model.nvfp4 and computed else "BF16")).upper()
+    """Return the GGUF type to write.
+
+    type: None for NVFP4 where the folder has NVFP4 linears that llama.cpp computes, else BF16.
+    """
+    folder = model.folder
+    names = folder.family.gguf
+    if type is None:
+        computes_nvfp4 = names is None or names.computes_nvfp4(folder)
+        return "NVFP4" if model.nvfp4 and computes_nvfp4 else "BF16"
+    kind = type.upper()
     if kind not in TYPES:
-        raise UsageError(
-            f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}"
-        )
+        message = f"{type!r} is not a type that is written here"
+        raise UsageError(message, f"choose one of: {', '.join(TYPES)}")
+    if kind == "NVFP4" and names:
+        check_nvfp4(names, folder, folder.path)
     return kind
 
 

@@ -167,7 +167,8 @@ def open_reader(path: Path) -> GGUFReader:
 def opened_once(reader: GGUFReader) -> Iterator[None]:
     """Let transformers' functions take this reader and one map of names per architecture.
 
-    Each of them opens its GGUF file anew. A vocabulary takes the package's reader ten seconds, and a map is made for every module of a model.
+    Each of them opens its GGUF file anew. A vocabulary takes the package's reader ten seconds, and
+    a map is made for every module of a model.
     """
     import gguf
 

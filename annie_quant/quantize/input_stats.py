@@ -28,9 +28,11 @@ from annie_quant.offline.engine import use_attention
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Template
 from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.layerwise import DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.shared_text import arrange, can_share
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 KV_AMAX = "annie_quant_kv_amax"  # name of the attention function that records keys and values
@@ -118,7 +120,7 @@ def largest_inputs(
         CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ())
         for row in ids
     ]
-    text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
+    text = arrange(samples, device_kind(), can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, amax, tokens = set(linears), dict[str, float](), dict[str, int]()
     for layer in model:

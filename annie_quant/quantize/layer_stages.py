@@ -21,7 +21,8 @@ import torch
 
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING
-from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes, inputs_of
+from annie_quant.quantize.continuation import ContinuedLayer
+from annie_quant.quantize.layerwise import DecoderLayer, Observer, inputs_of
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
 CHUNK = {
@@ -181,9 +182,9 @@ class RealTokens:
 
     def run_mixer(self, block: ResidualBlock) -> Iterator[Part]:
         """Yield the inputs of the mixer's last linear. Its other linears run."""
-        prefixes = Prefixes(self.model, self.layer.index)
+        layer = ContinuedLayer(self.model, self.layer.index)
         for batch, state in enumerate(self.model.states):
-            work = partial(self.model.forward, self.module, state, **prefixes.options(batch))
+            work = partial(self.model.forward, self.module, state, layer.piece(batch))
             yield (
                 self.parts[batch],
                 self.of_real(batch, inputs_of(self.layer.linears[block.output], work)),

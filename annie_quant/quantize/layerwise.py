@@ -13,25 +13,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
-from annie_quant.offline import caches, deltanet
-from annie_quant.offline.caches import Layered
+from annie_quant.offline import deltanet
 from annie_quant.offline.codec import to_torch
 from annie_quant.offline.linears import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
+from annie_quant.quantize.continuation import ATTENTION, ContinuedLayer, Piece, additive
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -129,11 +127,11 @@ class DecoderLayer:
 
     def outputs(self, observers: Mapping[str, Observer]) -> Iterator[torch.Tensor]:
         """Yield the layer's output for each batch."""
-        prefixes = Prefixes(self.model, self.index)
+        layer = ContinuedLayer(self.model, self.index)
         for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
             kinds = torch.from_numpy(batch.kinds).to(self.model.device)
             with self.observed(observers, kinds), torch.inference_mode():
-                out = self.model.forward(self.module, state, **prefixes.options(i))
+                out = self.model.forward(self.module, state, layer.piece(i))
             yield out
 
     @contextlib.contextmanager
@@ -161,81 +159,6 @@ class DecoderLayer:
                 handle.remove()
 
 
-class Prefixes:
-    """What one layer keeps of batches that later batches continue (calibration_samples.py): keys and values, or DeltaNet's states.
-
-    Batches are in depth-first order: all that continue a batch come directly after it.
-
-    index: of the layer.
-    """
-
-    def __init__(self, model: DecoderLayers, index: int) -> None:
-        config = model.model.config
-        self.batches, self.config, self.device, self.dtype = (
-            model.batches,
-            config,
-            model.device,
-            model.dtype,
-        )
-        self.types = model.types
-        self.index, self.attends, self.ragged = (
-            index,
-            self.types[index] == "full_attention",
-            model.ragged,
-        )
-        self.continued = {b.start for b in self.batches}
-        # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
-        self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
-
-    def layer_of(self, cache: DynamicCache) -> Layered:
-        """Return a view of a cache with this layer alone, for functions of caches.py; the other layers have no entries."""
-        return SimpleNamespace(layers=[cache.layers[self.index]])
-
-    def options(self, i: int) -> dict[str, Any]:
-        """Return the options of DecoderLayers.forward for batch `i`. Must be called for all batches in order."""
-        batch = self.batches[i]
-        self.caches = {
-            j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start
-        }
-        self.ragged.set(None, 0, None)
-        if batch.start is None and i not in self.continued:
-            return {}
-        cache = caches.new_cache(self.config, self.types)
-        real = torch.from_numpy(batch.kinds != PADDING).to(self.device)
-        options: dict[str, Any] = {"cache": cache}
-        if batch.start is not None:
-            assert batch.rows is not None and batch.offsets is not None
-            rows = torch.from_numpy(batch.rows).to(self.device)
-            earlier, before = self.caches[batch.start]
-            caches.take_rows(self.layer_of(earlier), self.layer_of(cache), rows)
-            before = before[rows]
-            options["offsets"] = torch.from_numpy(batch.offsets).to(self.device)
-            options["mask"] = self.mask(before, real.shape[1]) if self.attends else None
-            real = torch.cat((before, real), 1)
-        if i in self.continued:
-            self.caches[i] = cache, real
-            if len(set(batch.lengths)) > 1:
-                self.ragged.set(
-                    torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache
-                )
-        return options
-
-    def mask(self, before: torch.Tensor, steps: int) -> torch.Tensor:
-        """Return what attention adds, [B or 1, 1, T, columns + T]. before: bool [B, columns], the columns that are no padding."""
-        before = before[:1] if bool(before.all()) else before
-        own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
-        return additive(
-            torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1),
-            self.dtype,
-        )
-
-
-def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what attention adds to its scores, [B, 1, T, L], for the visible columns, bool [B, T, L]."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
-
-
 class DecoderLayers:
     """Iterates over the decoder layers of a checkpoint and keeps every batch's hidden states between them.
 
@@ -260,6 +183,9 @@ class DecoderLayers:
             self.model: Any = transformers.AutoModel.from_config(
                 config, dtype=self.dtype, trust_remote_code=False
             )
+        self.model.config.annie_quant_piece = None  # that continuation.attend computes
+        if self.model.config._attn_implementation == "sdpa":
+            self.model.config._attn_implementation_internal = ATTENTION
         separate(self.model, folder.family)
         self.check_tensors()
         self.ragged = deltanet.RaggedBatch()
@@ -314,40 +240,47 @@ class DecoderLayers:
         return to_torch(np.array(array)).to(self.device, self.dtype)
 
     def forward(
-        self,
-        module: torch.nn.Module,
-        state: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        cache: DynamicCache | None = None,
-        mask: torch.Tensor | None = None,
+        self, module: torch.nn.Module, state: torch.Tensor, piece: Piece | None = None
     ) -> torch.Tensor:
         """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden].
 
-        offsets: number of earlier tokens, int64 [B].
-        cache: of the earlier tokens; receives what the layer keeps of these tokens.
-        mask: added to the attention's scores.
+        piece: what the rows continue; None: they begin.
         """
         positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
-        positions = positions if offsets is None else positions + offsets[:, None]
+        cache = None
+        if piece is not None:
+            positions = positions + torch.from_numpy(piece.begins).to(self.device)[:, None]
+            cache = piece.cache
         axes = self.folder.family.position_axes
-        by_type = (
-            (self.layer_type,) if hasattr(self.rotary, "layer_types") else ()
-        )  # a rotary base per type of layer
+        # A rotary base per type of layer.
+        by_type = (self.layer_type,) if hasattr(self.rotary, "layer_types") else ()
         angles = self.rotary(
             state, positions if axes == 1 else positions.expand(axes, -1, -1), *by_type
         )
-        if self.layer_type == "sliding_attention" and mask is None:
+        mask = None
+        if self.layer_type == "sliding_attention":
             mask = self.window_mask(state.shape[1])
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        out = module(
-            state,
-            position_embeddings=angles,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=cache is not None,
-            **options,
-        )
+        self.model.config.annie_quant_piece = piece
+        try:
+            out = module(
+                state,
+                position_embeddings=angles,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=cache is not None,
+                **options,
+            )
+        finally:
+            self.model.config.annie_quant_piece = None
         return out[0] if isinstance(out, tuple) else out
+
+    def window(self, index: int) -> int | None:
+        """Return how many tokens a token of a sliding layer sees, itself included; None in other layers."""
+        if self.types[index] != "sliding_attention":
+            return None
+        window: int | None = self.model.config.sliding_window
+        return window
 
     def window_mask(self, steps: int) -> torch.Tensor | None:
         """Return what a sliding layer's attention adds, [1, 1, T, T]; None where its window holds all tokens."""

@@ -39,12 +39,12 @@ from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.shared_text import arrange, can_share
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 log = logging.getLogger(__name__)
 
 OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
-MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass of two streams
 HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 have 4.6 GB
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
 MAX_CHANGE = 0.19
@@ -358,18 +358,13 @@ def round_model(
     plan = QuantizationPlan(dict(formats), scale=job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
-    rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
-    if (
-        device_kind() == "cuda" and plan.scale == "sweep"
-    ):  # StreamRounder chooses scales by no other rule
-        model = DecoderLayers(folder, text.make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
-        table = text.weight_table(method.token_weights(), model.device)
+    shared = arrange(samples, device_kind(), can_share(folder))
+    model = DecoderLayers(folder, shared.batches)
+    table = shared.weight_table(method.token_weights(), model.device)
+    rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder] = LayerRounder
+    # StreamRounder chooses scales by no other rule.
+    if device_kind() == "cuda" and plan.scale == "sweep":
         rounder_of = partial(StreamRounder, source=list(model.states))
-    else:
-        shared = text.arrange(samples, share=text.can_share(folder))
-        model = DecoderLayers(folder, shared.batches)
-        table = shared.weight_table(method.token_weights(), model.device)
-        rounder_of = LayerRounder
     task = RoundingTask(plan.formats, table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
     for layer in model:

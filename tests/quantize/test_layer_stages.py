@@ -18,7 +18,7 @@ torch = pytest.importorskip(
 )
 from calibration_texts import conversations  # noqa: E402
 
-from annie_quant.quantize import calibration_samples, layer_stages  # noqa: E402
+from annie_quant.quantize import calibration_samples, layer_stages, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers  # noqa: E402
 
@@ -32,7 +32,7 @@ def samples() -> list[CalibrationSample]:
 
 def batches(samples: Sequence[CalibrationSample], kind: str) -> list[TokenBatch]:
     if kind == "shared":
-        return calibration_samples.arrange(conversations()).batches
+        return shared_text.arrange(conversations()).batches
     return calibration_samples.make_batches(samples, tokens=600)
 
 

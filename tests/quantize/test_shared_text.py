@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_models import make
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
@@ -20,16 +23,18 @@ torch = pytest.importorskip(
 )
 from calibration_texts import conversations  # noqa: E402
 
-from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize import calibration_samples, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import (  # noqa: E402
+    CONTENT,
     PADDING,
+    PROMPT,
     CalibrationSample,
-    SharedText,
     TokenBatch,
     weight_table,
 )
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.shared_text import PassCost, SharedText  # noqa: E402
 
 WEIGHTS = {
     **calibration_samples.MANNERS_RESPONSE,
@@ -48,7 +53,7 @@ def samples(request: pytest.FixtureRequest) -> list[CalibrationSample]:
 
 @pytest.fixture(scope="module")
 def text(samples: list[CalibrationSample]) -> SharedText:
-    return calibration_samples.arrange(samples, tokens=500)
+    return shared_text.arrange(samples, cost=PassCost(500, 64))
 
 
 def paths(text: SharedText) -> list[tuple[list[int], list[int]]]:
@@ -122,10 +127,10 @@ def test_hessians_are_those_of_the_samples(
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
 
-def test_other_layers_and_gpus_get_whole_samples(
+def test_other_layers_get_whole_samples(
     samples: list[CalibrationSample], tmp_path: Path
 ) -> None:
-    text = calibration_samples.arrange(samples, share=False)
+    text = shared_text.arrange(samples, share=False)
     assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
     shutil.copytree(
@@ -133,14 +138,14 @@ def test_other_layers_and_gpus_get_whole_samples(
     )
     config = json.loads((tmp_path / "config.json").read_text())
     types = ModelFolder(tmp_path).text_config["layer_types"]
-    for other in ("sliding_attention", "mamba"):
+    for other, shareable in (("sliding_attention", True), ("mamba", False)):
         config.get("text_config", config)["layer_types"] = [*types[:-1], other]
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert not calibration_samples.can_share(ModelFolder(tmp_path))
+        assert shared_text.can_share(ModelFolder(tmp_path)) == shareable
 
 
 def test_rows_of_unequal_length_are_continued() -> None:
-    batches = calibration_samples.arrange(conversations()).batches
+    batches = shared_text.arrange(conversations()).batches
     continued = [batches[start] for start in {b.start for b in batches if b.start is not None}]
     assert any(len(set(b.lengths)) > 1 for b in continued)
     assert sum(b.ids.size for b in batches) < 0.7 * sum(len(s.ids) for s in conversations())
@@ -156,7 +161,7 @@ def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
         rest = {e: every(e) if e < len(lengths) else [[]] for e in ends}
         return [[slice(begin, e), *parts] for e in ends for parts in rest[e]]
 
-    parts = calibration_samples.divide(lengths, 400, 64)
+    parts = shared_text.divide(lengths, 400, 64)
     assert [i for p in parts for i in range(len(lengths))[p]] == list(range(len(lengths)))
     assert all(len(lengths[p]) * lengths[p][-1] <= 400 or len(lengths[p]) == 1 for p in parts)
     if len(lengths) < 10:
@@ -166,3 +171,98 @@ def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
             if all(len(lengths[q]) * lengths[q][-1] <= 400 or q.stop - q.start == 1 for q in p)
         ]
         assert cost(parts) == min(map(cost, allowed))
+
+
+def long_rows() -> list[CalibrationSample]:
+    """Return rows of up to 330 tokens: most begin with the same 170 tokens, two of these share 60 more, one shares nothing."""
+    rng = np.random.default_rng(3)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(10, 1500, count).tolist()
+
+    system = tokens(170)
+    second = [*system, *tokens(60)]
+    prompts = [[*system, *tokens(n)] for n in (5, 40, 150)]
+    prompts += [[*second, *tokens(n)] for n in (3, 90)]
+    prompts.append(tokens(310))
+    samples = []
+    for prompt in prompts:
+        answer = tokens(12)
+        kinds = [PROMPT] * (len(prompt) - 1) + [CONTENT] * 12
+        samples.append(CalibrationSample("", (*prompt, *answer[:-1]), tuple(kinds), tuple(answer)))
+    return samples
+
+
+def model_of(kind: str, folder: Path) -> ModelFolder:
+    return ModelFolder(TINY_ANNIE if kind == "qwen3_5" else make(folder, kind))
+
+
+def hessians_of_whole_rows(folder: ModelFolder) -> dict[str, tuple[np.ndarray, float]]:
+    """Return each linear's weighted second moment and largest input, by transformers' own model, one row at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder.path, dtype=torch.float32).eval()
+    totals: dict[str, tuple[np.ndarray, float, float]] = {}
+    weights = np.zeros(0)
+
+    def observe(name: str, module: object, args: tuple[torch.Tensor, ...]) -> None:
+        x = args[0][0].double().numpy()
+        total, weight, top = totals.get(name, (0.0, 0.0, 0.0))
+        total = total + (x.T * weights) @ x
+        totals[name] = total, weight + weights.sum(), max(top, np.abs(x).max())
+
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(functools.partial(observe, name))
+    with torch.inference_mode():
+        for sample in long_rows():
+            weights = np.array([WEIGHTS[kind] for kind in sample.kinds])
+            model.model(torch.tensor([sample.ids]))
+    return {name: (total / weight, top) for name, (total, weight, top) in totals.items()}
+
+
+def errors_in_pieces(folder: ModelFolder, text: SharedText) -> list[float]:
+    """Return the largest errors of Hessians and largest inputs, relative to the largest values of whole rows."""
+    expected = hessians_of_whole_rows(folder)
+    table = text.weight_table(WEIGHTS, "cpu")
+    errors = []
+    for layer in DecoderLayers(folder, text.batches):
+        own = {name: Hessian(table) for name in layer.linears}
+        layer.advance(dict(own))
+        for name, hessian in own.items():
+            total, top = expected[f"{layer.index}.{name}"]
+            mean = hessian.mean()
+            assert mean is not None
+            errors.append(float(np.abs(mean.numpy() - total).max() / np.abs(total).max()))
+            errors.append(abs(hessian.amax - top) / top)
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama3", "qwen3", "gemma3"])
+@pytest.mark.parametrize("tokens", [64, 97])
+def test_rows_in_pieces_have_the_statistics_of_whole_rows(
+    kind: str, tokens: int, tmp_path: Path
+) -> None:
+    text = shared_text.arrange(long_rows(), cost=PassCost(tokens, 8))
+    assert max(b.ids.shape[1] for b in text.batches) <= tokens
+    assert sum(int(b.lengths.sum()) for b in text.batches) < 0.6 * sum(
+        len(s.ids) for s in long_rows()
+    )
+    assert max(errors_in_pieces(model_of(kind, tmp_path), text)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama3", "gemma3"])
+@pytest.mark.parametrize("lost", ["start", "offsets"])
+def test_pieces_without_what_they_continue_have_other_statistics(
+    kind: str, lost: str, tmp_path: Path
+) -> None:
+    """The control of the test above: nothing continued, or positions from 0."""
+    text = shared_text.arrange(long_rows(), cost=PassCost(97, 8))
+    for i, batch in enumerate(text.batches):
+        if batch.offsets is None:
+            continue
+        if lost == "start":
+            text.batches[i] = TokenBatch(batch.ids, batch.kinds)
+        else:
+            text.batches[i] = replace(batch, offsets=np.zeros_like(batch.offsets))
+    assert max(errors_in_pieces(model_of(kind, tmp_path), text)) > 1e-2

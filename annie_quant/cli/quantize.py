@@ -19,7 +19,14 @@ from cyclopts import Parameter
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.options import AllowMismatch, AsJson, Force, PersonaName, picked
+from annie_quant.cli.options import (
+    AllowMismatch,
+    AsJson,
+    Force,
+    PersonaName,
+    at_least,
+    picked,
+)
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import CheckpointError, UsageError
@@ -35,6 +42,8 @@ class QuantizeOptions:
         model: Folder of the bf16 checkpoint.
         calib_data: JSON lines of conversations (annie-quant data).
         calib_samples: Conversations to calibrate with.
+        calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context, or what memory
+            allows.
         exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
@@ -54,7 +63,8 @@ class QuantizeOptions:
     model: Path
     calib_data: Path | None = None
     persona: PersonaName = None
-    calib_samples: int = 512
+    calib_samples: Annotated[int, at_least(1)] = 512
+    calib_tokens: Annotated[int | None, at_least(1)] = None
     exclude_layers: str = ""
     scale: str | None = None
     kv_cache: str = "none"
@@ -76,6 +86,7 @@ class QuantizeOptions:
 SETTINGS = (
     "calib_data",
     "calib_samples",
+    "calib_tokens",
     "persona",
     "scale",
     "force",
@@ -105,7 +116,13 @@ def quantize(options: QuantizeOptions) -> None:
     if options.dry_run or estimates.is_large(model):
         with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
             estimate = estimates.estimate(
-                model, strategy, samples, options=own, calib_data=options.calib_data, device=device
+                model,
+                strategy,
+                samples,
+                options=own,
+                calib_data=options.calib_data,
+                calib_tokens=options.calib_tokens,
+                device=device,
             )
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)

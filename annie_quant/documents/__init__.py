@@ -29,6 +29,7 @@ from annie_quant.documents.checkpoint import (
     RECIPE_FILE,
     Audit,
     AuditSummary,
+    CalibrationUse,
     Device,
     Finding,
     FormatPlan,

@@ -184,6 +184,41 @@ class FormatPlan(msgspec.Struct):
     points: list[FrontierPoint]
 
 
+class CalibrationUse(msgspec.Struct):
+    """Which of the calibration conversations were used.
+
+    conversations: number of those used, of `of`.
+    tokens: of these conversations.
+    computed: of these tokens, where a prefix that several conversations share counts once.
+    longest: tokens of the longest one.
+    limit: most tokens of a conversation.
+    prefix: tokens of the prefix that saves the most, which `prefix_conversations` share.
+    left_out: why other conversations or answers were not used, with their number.
+    """
+
+    conversations: int
+    of: int
+    tokens: int
+    computed: int
+    longest: int
+    limit: int
+    prefix: int = 0
+    prefix_conversations: int = 0
+    left_out: list[str] = []
+
+    def line(self) -> str:
+        """Return one line, such as "413 of 413 conversations, 1.02 M tokens, longest 12,411; prefix of 2,364 shared by 396"."""
+        total = f"{self.tokens / 1e6:.2f} M" if self.tokens >= 1e6 else f"{self.tokens:,}"
+        parts = [
+            f"{self.conversations:,} of {self.of:,} conversations, {total} tokens, longest {self.longest:,}"
+        ]
+        if self.prefix:
+            parts.append(f"prefix of {self.prefix:,} shared by {self.prefix_conversations:,}")
+        if self.left_out:
+            parts.append(f"left out: {', '.join(self.left_out)}")
+        return "; ".join(parts)
+
+
 class Recipe(msgspec.Struct):
     """How a checkpoint was made, without a path or a time, so that the same seed gives the same bytes.
 
@@ -192,6 +227,7 @@ class Recipe(msgspec.Struct):
     kv_cache: format of the KV cache that the checkpoint asks for.
     held_out, ingredients: the comparison of recipes, in the order of the trials.
     frontier: the choice of formats under limits.
+    calibration: which conversations were used; None where the strategy reads none.
     """
 
     version: str
@@ -208,6 +244,7 @@ class Recipe(msgspec.Struct):
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = []
     frontier: FormatPlan | None = None
+    calibration: CalibrationUse | None = None
 
 
 # ---- decoding speed: a machine's measured rates, and a prediction for a model

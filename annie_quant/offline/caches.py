@@ -143,5 +143,13 @@ def pad_columns(states: torch.Tensor, columns: int) -> torch.Tensor:
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the common prefix."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
+    low = 0
+    high = min(len(a), len(b))
+    # Slices are compared by their own type, in far less time than one item after the other.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -5,6 +5,8 @@ Prompts are rendered by the reference's own chat template, always with `enable_t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -221,6 +223,18 @@ def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokens
 
 
+LONG_PART = 2000  # characters of a text that is tokenized in parts
+MAX_PARTS = 4096  # whose tokens stay in memory
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return a pattern of the tokens that divide a text before it is tokenized; None where there is none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    dividing = [t.content for t in added if t.special and not (t.lstrip or t.rstrip)]
+    by_length = sorted(dividing, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, by_length))})") if by_length else None
+
+
 class Template:
     """A model folder's tokenizer with its chat template.
 
@@ -238,6 +252,9 @@ class Template:
         source = self.chat_template.with_tools()
         self.tool_form, self.thinks = form_of(source), THINK in source or not source
         self.end_tokens = end_tokens(Path(folder), self.tokenizer)
+        self.special = special_tokens(self.tokenizer)
+        self.splits_are_exact = False  # until a text has the same tokens in parts and whole
+        self.tokens_of_part = functools.lru_cache(MAX_PARTS)(self.tokenize)
 
     def render(
         self,
@@ -251,7 +268,43 @@ class Template:
         )
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Return the tokens of a text. Those of a long part between two special tokens are computed once."""
+        if len(text) < LONG_PART:
+            return self.tokenize(text)
+        parts = self.special.split(text) if self.special else [text]
+        if len(parts) == 1:
+            return self.tokenize(text)
+        tokens = [t for part in parts if part for t in self.tokens_of_part(part)]
+        if not self.splits_are_exact:
+            whole = self.tokenize(text)
+            if tokens != whole:
+                self.special = None
+            self.splits_are_exact = tokens == whole
+            return whole
+        return tokens
+
+    def tokenize(self, text: str) -> list[int]:
+        # Without `verbose` transformers warns once where a text is longer than model_max_length.
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def why_no_end(self, target: Sequence[int]) -> str:
+        """Return why an answer without an end token cannot be located. target: its tokens, as the chat template renders them."""
+        if not target:
+            return "the chat template renders no text for an assistant's message"
+        special = set(self.tokenizer.all_special_ids)
+        others = [t for t in target if t in special]
+        ends = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(self.end_tokens)))
+        if others:
+            end = self.tokenizer.convert_ids_to_tokens(others[-1])
+            return (
+                f"the chat template ends an answer with {end!r}, and the end tokens are {ends}: "
+                "eos_token_id in generation_config.json lacks it"
+            )
+        tail = self.tokenizer.decode(target[-8:])
+        return (
+            f"the chat template writes no end token ({ends}) after an answer: its text ends with {tail!r}; "
+            "chat_template.jinja belongs to another tokenizer"
+        )
 
     def request(
         self,
@@ -321,23 +374,42 @@ class Template:
         return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
 
 
+class AnswerNotLocated(ValueError):
+    """A conversation of which no answer can be located in the chat template's text. The message is the reason."""
+
+
 def conversation_answers(template: Template, rows: Iterable[JsonObject]) -> list[ScoredAnswer]:
-    """Return every assistant message of every conversation with its prompt."""
+    """Return every assistant message of every conversation with its prompt. Rows without one that is located are left out."""
     answers = []
     for row in rows:
-        messages, tools, thinking = row["messages"], row.get("tools"), bool(row.get("thinking"))
-        for n, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = template.render(messages[:n], tools, thinking)
-            whole = template.render(messages[: n + 1], tools, thinking, generation_prompt=False)
-            if not whole.startswith(prompt):
-                whole = prompt + whole[common_prefix(prompt, whole) :]
-            target = template.ids(whole[len(prompt) :])
-            ends = [i for i, t in enumerate(target) if t in template.end_tokens]
-            if ends:  # the template's newline after the end token is not part of the answer
-                prompt_ids, answer_ids = tuple(template.ids(prompt)), tuple(target[: ends[0] + 1])
-                answers.append(
-                    ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking)
-                )
+        with contextlib.suppress(AnswerNotLocated):
+            answers += answers_of_row(template, row)
+    return answers
+
+
+def answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
+    """Return every assistant message of a conversation with its prompt. Raises AnswerNotLocated where there is none."""
+    messages = row["messages"]
+    tools = row.get("tools")
+    thinking = bool(row.get("thinking"))
+    answers = []
+    reason = "it has no assistant message"
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = template.render(messages[:n], tools, thinking)
+        whole = template.render(messages[: n + 1], tools, thinking, generation_prompt=False)
+        if not whole.startswith(prompt):
+            whole = prompt + whole[common_prefix(prompt, whole) :]
+        target = template.ids(whole[len(prompt) :])
+        ends = [i for i, t in enumerate(target) if t in template.end_tokens]
+        if not ends:
+            reason = template.why_no_end(target)
+            continue
+        # The template's newline after the end token is not part of the answer.
+        answer = tuple(target[: ends[0] + 1])
+        prompt_ids = tuple(template.ids(prompt))
+        answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer, thinking))
+    if not answers:
+        raise AnswerNotLocated(reason)
     return answers

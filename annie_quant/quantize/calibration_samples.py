@@ -3,36 +3,15 @@
 A position has the kind of the token predicted there, because its activations decide that token. Padding is on the right, where
 no real token attends to it (the models are causal). It repeats the text, so that code which ignores the kinds sees natural
 activations only.
-
-Most answers follow the same system prompt and tools, so each shared prefix is computed once:
-
-    text = arrange(samples)
-    model = layerwise.DecoderLayers(folder, text.batches)
-    table = text.weight_table(token_weights, model.device)
-
-Rows of a batch continue rows of an earlier batch (TokenBatch.start), whose keys, values and states DecoderLayers keeps for them. A
-position that several samples share counts once per sample: its code stands for the number of positions of each kind that it
-replaces, and the weight table has one weight per code. Sums of weights and weighted moments are therefore those of all samples.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.errors import UsageError
-from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.rows import read_conversations
-from annie_quant.offline.caches import common_prefix
-from annie_quant.offline.prompts import Template, conversation_answers
-from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.strategy import Job, StrategyOptions
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -48,16 +27,7 @@ RESPONSE: TokenWeights = {
 }
 # A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
 MANNERS_RESPONSE: TokenWeights = {**RESPONSE, TOOL_MARKUP: 8.0, END_OF_TURN: 8.0}
-MAX_TOKENS = 2048
 BATCH_TOKENS = 16384
-GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
-SHARED_TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
-SPLIT_COST = (
-    4 * GROUP_COST
-)  # tokens: cost of one more pass over shared tokens, which also divides what follows them
-MIN_SAVED = (
-    GROUP_COST // 2
-)  # positions; where fewer are saved, each row that follows computes the shared tokens again
 
 
 @dataclass(frozen=True)
@@ -105,38 +75,6 @@ class TokenBatch:
     def lengths(self) -> np.ndarray:
         """Number of real tokens of each row, int64 [B]."""
         return (self.kinds != PADDING).sum(1)
-
-
-def read_samples(job: Job[StrategyOptions]) -> list[CalibrationSample]:
-    """Return the assistant's answers in the job's conversations."""
-    return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
-
-
-def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[CalibrationSample]:
-    """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
-    template = Template(model)
-    samples = []
-    scored_rows = (
-        (i, scored)
-        for i, row in enumerate(rows)
-        for scored in conversation_answers(template, [row])
-    )
-    for row, scored in scored_rows:
-        ids = (*scored.prompt, *scored.target[:-1])
-        if len(ids) > MAX_TOKENS:
-            continue  # cutting would remove the answer, which is at the end
-        answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
-        kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
-        decides = tuple(template.decisions(scored.target, scored.thinking))
-        samples.append(CalibrationSample(scored.category, ids, kinds, scored.target, decides, row))
-    if not samples:
-        ends = ", ".join(map(repr, template.tokenizer.convert_ids_to_tokens(template.end_tokens)))
-        message = f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens and ends with {ends}"
-        raise UsageError(
-            message,
-            "annie-quant data; if answers end otherwise, eos_token_id in generation_config.json is wrong",
-        )
-    return samples
 
 
 def make_batches(

@@ -11,6 +11,7 @@ The two results are combined by the sums of their exponentials, so no keys are c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant.offline import caches
-from annie_quant.quantize.calibration_samples import PADDING
 
 if TYPE_CHECKING:
     from annie_quant.quantize.layerwise import DecoderLayers
@@ -45,6 +45,9 @@ class KeptRows:
     lengths: np.ndarray
 
 
+KeyObserver = Callable[[torch.Tensor, torch.Tensor], None]
+
+
 @dataclass
 class Piece:
     """One batch in one layer.
@@ -54,6 +57,7 @@ class Piece:
     earlier: what the rows continue, and the row of it that each one continues, int64 [B].
     window: number of tokens that a token of a sliding layer sees, itself included.
     cache: of a DeltaNet layer.
+    observe_keys: gets the keys and values of the real tokens, [n, Hkv, D].
     kept: of an attention layer, after the forward pass, where later batches continue this one.
     """
 
@@ -63,6 +67,7 @@ class Piece:
     window: int | None = None
     cache: DynamicCache | None = None
     keep: bool = False
+    observe_keys: KeyObserver | None = None
     kept: KeptRows | None = None
 
 
@@ -83,6 +88,7 @@ class ContinuedLayer:
         self.pieces = {j: p for j, p in self.pieces.items() if start is not None and j <= start}
         begins = batch.offsets if batch.offsets is not None else np.zeros(len(batch.ids), np.int64)
         piece = Piece(begins, batch.lengths, keep=i in self.is_continued)
+        piece.observe_keys = self.model.key_observer
         if self.is_delta:
             self.continue_states(piece, i)
         else:
@@ -143,6 +149,10 @@ def attend(
     query: [B, H, T, D]. key, value: [B, Hkv, T, D]; keys are those after the rotary embedding.
     """
     piece: Piece | None = module.config.annie_quant_piece  # type: ignore[union-attr, assignment]
+    if piece is not None and piece.observe_keys is not None:
+        steps = torch.arange(key.shape[2])
+        real = (steps < torch.from_numpy(piece.lengths)[:, None]).to(key.device)
+        piece.observe_keys(key.transpose(1, 2)[real], value.transpose(1, 2)[real])
     if piece is not None and piece.keep:
         piece.kept = KeptRows(key, value, piece.begins, piece.lengths)
     if piece is None or not piece.earlier:

@@ -25,6 +25,7 @@ from annie_quant.offline.linears import separate
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.calibration_text import read_answers
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import calibrated
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -41,7 +42,8 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
-    amax, tokens = calibrated(job, list(formats), progress)
+    amax, tokens, _ = calibrated(job, list(formats), progress)
+    answers = read_answers(job, progress)
     inputs = family.largest_of_input(amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
@@ -62,7 +64,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         progress,
         model=student,
         args=arguments(checkpoints, options, job.seed),
-        train_dataset=text.read_samples(job),
+        train_dataset=answers.samples,
         data_collator=collate,
     )
     saved = (
@@ -74,7 +76,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         progress.message(f"resuming from {Path(saved).name}")
     trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    plan = QuantizationPlan(formats, inputs, tokens=tokens)
+    plan = QuantizationPlan(formats, inputs, tokens=tokens, calibration=answers.use)
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
         plan.weights = {
             f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy()

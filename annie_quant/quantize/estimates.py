@@ -80,6 +80,8 @@ START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
 ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
 DISK = 1e9  # bytes per second, assumed
+TOKENIZED_S = 2e6  # tokens per second, of which most belong to a prompt that was tokenized before
+TEXT_BYTES = 24  # of a token's number and kind, in the samples of all answers
 CHARACTERS = 6  # of a conversation's JSON per token
 HIDDEN_COPIES = (
     3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
@@ -99,6 +101,7 @@ class Estimate:
     layerwise: one layer is in memory at a time.
     seconds: step → duration.
     rates: the machine's.
+    text: describes the calibration text; "" where none is read.
     """
 
     strategy: str
@@ -111,6 +114,7 @@ class Estimate:
     layerwise: bool
     seconds: Mapping[str, float]
     rates: Rates
+    text: str = ""
 
     @property
     def fits(self) -> bool:
@@ -132,6 +136,7 @@ class Estimate:
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
             f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
             f"  decode  {decode_speed.describe(self.speed)}",
+            *([f"  text    {self.text}"] if self.text else []),
             f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
             f"  time    about {_time(sum(self.seconds.values()))}"
             + (f" ({parts})" if parts else ""),
@@ -147,11 +152,13 @@ def estimate(
     rates: Rates | None = None,
     options: Mapping[str, object] | None = None,
     calib_data: Path | None = None,
+    calib_tokens: int | None = None,
     device: Device | None = None,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
     samples, tokens: of calibration text, conversations and tokens per conversation.  calib_data: file to count them in instead.
+    calib_tokens: tokens of a conversation at most; None: the model's context, or what memory allows.
     rates: by default measured here for a folder, those of a DGX Spark for a published model.
     options: of the strategy. Raises UsageError for one that it does not have.
     device: that decodes, by default this machine where it was measured, else a GB10.
@@ -170,9 +177,10 @@ def estimate(
     size_bytes = sum(n * part.bits(kind) / 8 for kind, n in counts.items())
     weights = sum(counts.values())
     body = weights - counts.get("embedding", 0)
-    conversations, text = samples, samples * tokens if cost.passes else 0
+    text = assumed_text(samples, tokens)
     if cost.passes and calib_data:
-        conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
+        text = text_of_file(calib_data, samples, None if published else Path(model), calib_tokens)
+    positions = text.computed if cost.passes else 0
     width = 4 if in_float32(2 * weights, rates.on_cpu) else 2  # bytes of a number
     if layerwise:
         layer = (
@@ -181,19 +189,20 @@ def estimate(
             / max(1, size.layers)
         )
         peak = BASE_BYTES + (
-            layer + HIDDEN_COPIES * text * size.hidden_size * width if cost.passes else 0
+            layer + HIDDEN_COPIES * positions * size.hidden_size * width if cost.passes else 0
         )
+        peak += TEXT_BYTES * text.tokens if cost.passes else 0
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
         inputs = (
-            width * text * n for n in (size.hidden_size, size.intermediate_size)
+            width * positions * n for n in (size.hidden_size, size.intermediate_size)
         )  # of a block's last linear
         peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
         logits = (
             4
-            * min(text, BATCH_TOKENS)
+            * min(positions, BATCH_TOKENS)
             * max(counts["head"], counts["embedding"])
             / size.hidden_size
         )
@@ -207,7 +216,7 @@ def estimate(
         "write": size_bytes / DISK,
     }
     if cost.passes:
-        seconds |= calibration_seconds(cost, size, rates, conversations, text, rounded)
+        seconds |= calibration_seconds(cost, size, rates, text, rounded)
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
     read = TokenBytes(read_bytes, size.layers)
     if not published:
@@ -224,6 +233,7 @@ def estimate(
         layerwise and not whole,
         seconds,
         rates,
+        text.line if cost.passes else "",
     )
 
 
@@ -235,23 +245,56 @@ def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:
     )
 
 
-def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
-    """Return the number of conversations of a file that are used, and about how many tokens they have.
+@dataclass(frozen=True)
+class TextSize:
+    """The calibration text.
 
-    share: tokens of a shared beginning count once, as they are computed on a CPU (calibration_samples.py).
+    conversations: number of them.
+    tokens: of all conversations.
+    computed: of these tokens, where a prefix that several rows share counts once.
+    line: describes it.
+    """
+
+    conversations: int
+    tokens: int
+    computed: int
+    line: str
+
+
+def assumed_text(samples: int, tokens: int) -> TextSize:
+    """Return the size of a text that is not given."""
+    line = f"{samples} conversations of {tokens} tokens, assumed: --calib-data counts your own"
+    return TextSize(samples, samples * tokens, samples * tokens, line)
+
+
+def text_of_file(
+    file: Path, samples: int, model: Path | None = None, calib_tokens: int | None = None
+) -> TextSize:
+    """Return the size of the text that a strategy reads from a file.
+
+    model: folder whose tokenizer counts; None: tokens are estimated from characters.
+    Raises UsageError where fewer than half of the conversations can be used.
     """
     from annie_quant.offline.caches import common_prefix
 
     rows = read_conversations(file, samples)
+    if model is not None:
+        from annie_quant.quantize.calibration_text import text_of_rows
+
+        use = text_of_rows(model, rows, calib_tokens).use
+        return TextSize(use.conversations, use.tokens, use.computed, use.line())
     texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)
-    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) if share else 0
-    return len(rows), (sum(map(len, texts)) - shared) // CHARACTERS
+    tokens = sum(map(len, texts)) // CHARACTERS
+    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) // CHARACTERS
+    line = f"{len(rows)} conversations, about {tokens:,} tokens"
+    return TextSize(len(rows), tokens, tokens - shared, line)
 
 
 def calibration_seconds(
-    cost: Cost, size: ModelSize, rates: Rates, conversations: int, text: int, rounded: int
+    cost: Cost, size: ModelSize, rates: Rates, text: TextSize, rounded: int
 ) -> dict[str, float]:
-    """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
+    """Return the durations of what calibration does. rounded: number of weights that are rounded."""
+    positions = text.computed
     hidden, width, layers, mlp = (
         size.hidden_size,
         size.intermediate_size,
@@ -264,20 +307,23 @@ def calibration_seconds(
         if in_float32(2 * sum(size.counts.values()), rates.on_cpu)
         else rates.flop_s
     )
-    tokens, rounds = cost.passes * text, 1
+    tokens, rounds = cost.passes * positions, 1
     if cost.held_out_look and rates.on_cpu:  # trials have few tokens there, and rounding counts
         from annie_quant.quantize import held_out, mixed_formats
 
-        trials = mixed_formats.BANDS * min(text, mixed_formats.POSITIONS)
-        scored = 4 * min(text, held_out.TRIAL_POSITIONS["cpu"])
-        tokens, rounds = trials + scored + 2 * text, 2
+        trials = mixed_formats.BANDS * min(positions, mixed_formats.POSITIONS)
+        scored = 4 * min(positions, held_out.TRIAL_POSITIONS["cpu"])
+        tokens, rounds = trials + scored + 2 * positions, 2
     activations = (
         4 * tokens * layers * (20 * hidden + 6 * width)
     )  # bytes that norms, attention, gates read and write
     batches = cost.passes + tokens / BATCH_TOKENS
+    # Scores and values of all earlier tokens, in the layers whose attention sees them.
+    attention_layers = layers / 4 if size.counts.get("deltanet") else layers
+    attended = 2 * tokens * text.tokens / max(1, text.conversations) * hidden * attention_layers
     seconds = {
-        "start": START_S[rates.on_cpu] + ROW_S * conversations,
-        "text": 2 * body * tokens / (rate * FORWARD_SHARE)
+        "start": START_S[rates.on_cpu] + ROW_S * text.conversations + text.tokens / TOKENIZED_S,
+        "text": (2 * body * tokens + attended) / (rate * FORWARD_SHARE)
         + activations / rates.copy
         + layers * batches * BATCH_S,
     }
@@ -290,7 +336,7 @@ def calibration_seconds(
             "Hessians": rounds
             * 2
             * HESSIAN_TOKENS
-            * text
+            * positions
             * groups
             / (rates.float32_flop_s * HESSIAN_SHARE),
             "factors": rounds * 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
@@ -335,18 +381,13 @@ def measure() -> Rates:
     """Measure this machine's rates in about a second: matmul, a copy, the codec, the free memory."""
     import ml_dtypes
     import numpy as np
-    import psutil
     import torch
 
-    threads, device, memory = (
-        torch.get_num_threads(),
-        "cpu",
-        float(psutil.virtual_memory().available),
-    )
-    if torch.cuda.is_available():
-        device, host, memory = "cuda", memory, float(torch.cuda.mem_get_info()[0])
-        # Where GPU and CPU share one memory (a Spark) the driver's number leaves out the page cache, which can be freed.
-        memory = max(memory, host if torch.cuda.get_device_properties(0).is_integrated else 0.0)
+    from annie_quant.quantize.backend import device_kind, free_memory_bytes
+
+    threads = torch.get_num_threads()
+    device = device_kind()
+    memory = free_memory_bytes()
 
     def matmul(device: str, dtype: torch.dtype) -> float:
         size = 8192 if device == "cuda" else 1024

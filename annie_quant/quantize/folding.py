@@ -11,6 +11,8 @@ The producer of an activation, and how it is scaled, is in the family's descript
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -20,11 +22,14 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, LinearInput
 from annie_quant.offline.codec import fake_quant, round_weight, to_numpy
-from annie_quant.quantize.calibration_samples import PROMPT, make_batches, read_samples
+from annie_quant.quantize.backend import device_kind
+from annie_quant.quantize.calibration_samples import PADDING, PROMPT
+from annie_quant.quantize.calibration_text import read_answers
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import LargestInput
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.shared_text import arrange, can_share
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 ALPHAS = tuple(i / 20 for i in range(21))
@@ -35,6 +40,7 @@ WEAKEST = 0.01
 MAX_CHANGE = (
     1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
 )
+VERIFIED_TOKENS = 512
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # types to which a folded norm is rounded
 MAX_ROUNDING = 1.25  # an element is not scaled where rounding the norm changes its scale by more than this factor
 
@@ -44,9 +50,13 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), NVFP4)
     announce_size(folder, formats, progress)
-    plan, weights = QuantizationPlan(formats), dict[str, np.ndarray]()
-    for layer in DecoderLayers(folder, make_batches(read_samples(job)), progress, "folding"):
-        folded = fold_layer(layer, set(formats))
+    calibration = read_answers(job, progress)
+    text = arrange(calibration.samples, device_kind(), can_share(folder))
+    model = DecoderLayers(folder, text.batches, progress, "folding")
+    plan = QuantizationPlan(formats, calibration=calibration.use)
+    weights: dict[str, np.ndarray] = {}
+    for layer in model:
+        folded = fold_layer(layer, set(formats), text.counts(model.device))
         weights |= folded.weights
         plan.amax |= folded.amax
         plan.tokens |= folded.tokens
@@ -57,31 +67,42 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
 class InputSampler(LargestInput):
     """Also keeps inputs of prompt and response tokens, and the mean |x|, in which both kinds of token count the same.
 
-    totals: numbers of prompt and response tokens in the text.
+    counts: how many positions of each kind a code stands for, float32 [codes, KINDS].
+    totals: numbers of prompt and response positions in the text.
     rows: number of inputs to keep of each kind, evenly spread.
     """
 
-    def __init__(self, name: str, totals: tuple[int, int], rows: int) -> None:
+    def __init__(
+        self, name: str, counts: torch.Tensor, totals: tuple[float, float], rows: int
+    ) -> None:
         super().__init__(name)
-        self.strides = [max(1, total // rows) for total in totals]
-        self.counts = [0, 0]
+        of_prompts = counts[:, PROMPT]
+        self.positions = (of_prompts, counts.sum(1) - of_prompts)
+        self.strides = [max(1.0, total / rows) for total in totals]
+        self.seen = [0.0, 0.0]
         self.sampled: list[torch.Tensor] = []
         self.magnitudes: list[torch.Tensor | None] = [None, None]
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
         assert kinds is not None
         super().__call__(x, kinds)
-        for part, used in enumerate((kinds == PROMPT, kinds > PROMPT)):
-            rows = x[used].float()
-            first = -self.counts[part] % self.strides[part]
-            self.counts[part] += len(rows)
-            self.sampled.append(rows[first :: self.strides[part]].clone())
-            magnitude, before = rows.abs().sum(0).double(), self.magnitudes[part]
+        for part, positions in enumerate(self.positions):
+            count = positions[kinds]
+            # Systematic sampling: one input each time that the positions have grown by a stride.
+            sums = self.seen[part] + count.double().cumsum(0)
+            steps = (sums / self.strides[part]).ceil()
+            first = steps.new_tensor([math.ceil(self.seen[part] / self.strides[part])])
+            times = steps.diff(prepend=first).long()
+            self.sampled.append(x.repeat_interleave(times, 0).float())
+            if len(sums):
+                self.seen[part] = float(sums[-1])
+            magnitude = (x.abs().float() * count[:, None]).sum(0).double()
+            before = self.magnitudes[part]
             self.magnitudes[part] = magnitude if before is None else before + magnitude
 
     def mean(self) -> torch.Tensor:
         """Return the mean |x_k|, float32 [K]."""
-        pairs = zip(self.magnitudes, self.counts, strict=True)
+        pairs = zip(self.magnitudes, self.seen, strict=True)
         means = [magnitude / count for magnitude, count in pairs if magnitude is not None and count]
         return torch.stack(means).mean(0).float()
 
@@ -90,27 +111,27 @@ class InputSampler(LargestInput):
         return torch.cat(self.sampled)
 
 
-def fold_layer(layer: DecoderLayer, chosen: set[str]) -> QuantizationPlan:
+def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> QuantizationPlan:
     """Search and fold the scales of a layer, and return its part of the plan, without formats.
 
     The source layer's outputs become the next layer's inputs. `weights` are in float32, `amax` has no expert that saw no token.
 
     chosen: full names of the linears that are quantized.
+    counts: how many positions of each kind a code of the text stands for, float32 [codes, KINDS].
     Nothing is folded into routed experts: the router reads the norm before them, too.
     """
     folder, family = layer.model.folder, layer.model.folder.family
-    kinds = [b.kinds for b in layer.model.batches]
-    totals = (
-        sum(int((k == PROMPT).sum()) for k in kinds),
-        sum(int((k > PROMPT).sum()) for k in kinds),
-    )
+    codes = [torch.from_numpy(b.kinds[b.kinds != PADDING]) for b in layer.model.batches]
+    positions = counts.cpu()[torch.cat(codes)].double().sum(0)
+    of_prompts = float(positions[PROMPT])
+    totals = (of_prompts, float(positions.sum()) - of_prompts)
     samplers = {
-        group[0]: InputSampler(f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
+        group[0]: InputSampler(f"{layer.name}.{group[0]}", counts, totals, SAMPLED_TOKENS)
         for group in layer.groups()
         if not layer.experts_of(group[0])
     }
     observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
-    state = min(layer.model.states, key=lambda s: s.numel()).float()
+    state = layer.model.states[0][:1, :VERIFIED_TOKENS].float()
     layer.advance({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}

@@ -11,31 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant import models
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
-from annie_quant.data.rows import read_conversations
-from annie_quant.offline.engine import use_attention
+from annie_quant.documents import CalibrationUse
 from annie_quant.offline.loading import load
-from annie_quant.offline.prompts import Template
-from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.calibration_text import read_answers, read_whole_conversations
 from annie_quant.quantize.layerwise import DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.shared_text import arrange, can_share
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-KV_AMAX = "annie_quant_kv_amax"  # name of the attention function that records keys and values
 InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
 FEW = 16  # tokens; as many as a block has columns
 
@@ -88,38 +84,31 @@ def max_calibrated(
     are computed in float32 here (tests/quantize/test_max_calibration.py).
     """
     announce_size(ModelFolder(job.model), formats, progress)
-    amax, tokens = calibrated(job, list(formats), progress)
-    return QuantizationPlan(dict(formats), amax, job.scale, tokens=tokens)
+    amax, tokens, use = calibrated(job, list(formats), progress)
+    return QuantizationPlan(dict(formats), amax, job.scale, tokens=tokens, calibration=use)
 
 
-def calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> InputStats:
-    """Return the largest inputs of linears over the job's whole conversations."""
-    folder, template = ModelFolder(job.model), Template(job.model)
-    rows = read_conversations(job.conversations, job.calib_samples)
-    texts = (
-        template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows
-    )
-    ids = [
-        row
-        for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts)
-        if row
-    ]
-    progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
+def calibrated(
+    job: Job[StrategyOptions], linears: Sequence[str], progress: Progress
+) -> tuple[dict[str, float], dict[str, int], CalibrationUse]:
+    """Return InputStats of linears over the job's whole conversations, and which conversations were used."""
+    folder = ModelFolder(job.model)
+    text = read_whole_conversations(job, progress)
     measure = largest_inputs if models.is_known(folder.config) else largest_inputs_of_whole_model
-    return measure(folder, linears, ids, progress)
+    amax, tokens = measure(folder, linears, text.samples, progress)
+    return amax, tokens, text.use
 
 
 def largest_inputs(
-    folder: ModelFolder, linears: Iterable[str], ids: Sequence[Sequence[int]], progress: Progress
+    folder: ModelFolder,
+    linears: Iterable[str],
+    samples: Sequence[CalibrationSample],
+    progress: Progress,
 ) -> InputStats:
     """Return the largest |input| of linears in the decoder's layers; 0 for an expert that saw no token.
 
-    ids: tokens of each conversation.
+    samples: one per conversation.
     """
-    samples = [
-        CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ())
-        for row in ids
-    ]
     text = arrange(samples, device_kind(), can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, amax, tokens = set(linears), dict[str, float](), dict[str, int]()
@@ -141,7 +130,10 @@ def largest_inputs(
 
 
 def largest_inputs_of_whole_model(
-    folder: ModelFolder, linears: Iterable[str], ids: Sequence[Sequence[int]], progress: Progress
+    folder: ModelFolder,
+    linears: Iterable[str],
+    samples: Sequence[CalibrationSample],
+    progress: Progress,
 ) -> InputStats:
     """Return the largest |input| of linears of an unknown family: transformers runs the model, one conversation at a time."""
     model = load(
@@ -158,63 +150,57 @@ def largest_inputs_of_whole_model(
     for name, observer in observers.items():
         modules[name].register_forward_pre_hook(partial(before, observer))
     with torch.inference_mode():
-        for number, row in enumerate(ids, 1):
-            model(torch.tensor([row], device=model.device), use_cache=False)
-            progress.update(number, len(ids), f"calibrating: conversation {number} of {len(ids)}")
+        for number, sample in enumerate(samples, 1):
+            model(torch.tensor([sample.ids], device=model.device), use_cache=False)
+            progress.update(
+                number, len(samples), f"calibrating: conversation {number} of {len(samples)}"
+            )
     return {name: observer.amax() for name, observer in observers.items()}, {}
 
 
 # ---- the KV cache
 
 
-def kv_scales(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
-    """Return layer → the scales of its keys and values in FP8, calibrated on the job's conversations.
+def calibrate_kv_cache(
+    job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress
+) -> None:
+    """Set the plan's scales of keys and values in FP8, by layer, calibrated on the job's conversations.
 
     A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint both
     are 1.0, and vLLM cannot calibrate them itself for hybrid models. The scale, amax / 448, is that of ModelOpt 0.47's export.
     """
-    scales = {}
-    for layer, tops in largest_keys_and_values(job, progress).items():
+    text = read_answers(job, progress)
+    plan.calibration = plan.calibration or text.use
+    for layer, tops in largest_keys_and_values(job.model, text.samples, progress).items():
         for name, top in zip(("keys", "values"), tops, strict=True):
             if not 0 < top < math.inf:
                 raise CheckpointError(
                     f"{layer}: its largest {name} are {top}", "annie-quant audit the model"
                 )
-        scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
-    every = [scale for pair in scales.values() for scale in pair]
+        plan.kv_scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
+    every = [scale for pair in plan.kv_scales.values() for scale in pair]
     progress.message(
         f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}"
     )
-    return scales
 
 
 def largest_keys_and_values(
-    job: Job[StrategyOptions], progress: Progress
+    model: Path, samples: Sequence[CalibrationSample], progress: Progress
 ) -> dict[str, tuple[float, float]]:
     """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
-    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
-    layers = DecoderLayers(ModelFolder(job.model), batches, progress, "calibrating the KV cache")
+    folder = ModelFolder(model)
+    text = arrange(samples, device_kind(), can_share(folder))
+    layers = DecoderLayers(folder, text.batches, progress, "calibrating the KV cache")
     tops: dict[str, tuple[float, float]] = {}
-    current = ""
+    for layer in layers:
+        keys_and_values: list[torch.Tensor] = []
 
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        before = tops.get(current, (0.0, 0.0))  # keys are those after the rotary embedding
-        tops[current] = (
-            max(before[0], float(key.abs().max())),
-            max(before[1], float(value.abs().max())),
-        )
-        return sdpa_attention_forward(module, query, key, value, *args, **options)
+        def observe(key: torch.Tensor, value: torch.Tensor) -> None:
+            largest = torch.stack((key.abs().max(), value.abs().max()))
+            keys_and_values.append(largest)  # noqa: B023  the layer ends before the next list
 
-    ALL_ATTENTION_FUNCTIONS.register(KV_AMAX, attention)
-    with use_attention(layers.model.config, KV_AMAX):
-        for layer in layers:
-            current = layer.name
+        with layers.observed_keys(observe):
             layer.advance()
+        if keys_and_values:
+            tops[layer.name] = tuple(torch.stack(keys_and_values).amax(0).tolist())
     return tops

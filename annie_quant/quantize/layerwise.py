@@ -29,7 +29,13 @@ from annie_quant.offline.codec import to_torch
 from annie_quant.offline.linears import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
-from annie_quant.quantize.continuation import ATTENTION, ContinuedLayer, Piece, additive
+from annie_quant.quantize.continuation import (
+    ATTENTION,
+    ContinuedLayer,
+    KeyObserver,
+    Piece,
+    additive,
+)
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -204,11 +210,21 @@ class DecoderLayers:
         self.types = (
             getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         )
+        self.key_observer: KeyObserver | None = None
         self.layer_type = self.types[0]  # of the layer that is computed
         self.states = [
             table[torch.from_numpy(np.searchsorted(used, i)).to(self.device)] for i in ids
         ]
         folder.release(embedding)
+
+    @contextlib.contextmanager
+    def observed_keys(self, observer: KeyObserver) -> Iterator[None]:
+        """Give an observer the keys and values of attention layers."""
+        self.key_observer = observer
+        try:
+            yield
+        finally:
+            self.key_observer = None
 
     def check_tensors(self) -> None:
         """Raise CheckpointError where the layers' tensors are not those that config.json describes."""

@@ -23,7 +23,7 @@ from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import FormatPlan, HeldOut, Ingredient
+from annie_quant.documents import CalibrationUse, FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import (
     ALGORITHM,
@@ -52,6 +52,7 @@ class QuantizationPlan:
     input_scales: multipliers of the activations that replace those from `amax`.
     tokens: first linear of those of an expert that read one input → calibration tokens that it saw.
     held_out, ingredients, frontier: comparison of recipes and of formats, for annie_quant.json.
+    calibration: which conversations were used.
     kv_cache: "FP8", or None for a KV cache in 16 bits.
     kv_scales: layer → scales of its keys and values; empty where the cache's numbers are cast without any.
     """
@@ -67,6 +68,7 @@ class QuantizationPlan:
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = field(default_factory=list)
     frontier: FormatPlan | None = None
+    calibration: CalibrationUse | None = None
     kv_cache: str | None = None
     kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
 

@@ -59,6 +59,7 @@ def run(
     output: str | os.PathLike,
     calib_data: str | os.PathLike | None = None,
     calib_samples: int = 512,
+    calib_tokens: int | None = None,
     exclude: str | tuple[str, ...] = (),
     scale: str | None = None,
     force: bool = False,
@@ -72,6 +73,8 @@ def run(
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
 
+    calib_samples: conversations that are used at most.
+    calib_tokens: tokens of a conversation at most; longer ones are left out. None: the model's context, or what memory allows.
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
@@ -93,6 +96,7 @@ def run(
         output=output,
         calib_data=Path(calib_data) if calib_data else None,
         calib_samples=calib_samples,
+        calib_tokens=calib_tokens,
         exclude=tuple(p.strip() for p in patterns if p.strip()),
         scale=scale_rule(part, scale),
         options=part.settings(options),
@@ -112,7 +116,11 @@ def run(
     start, progress = time.monotonic(), as_progress(report)
     key = None
     if part.resume_key:
-        kv_text = [sha256_of(job.calib_data), job.calib_samples] if kv_cache == "fp8" else None
+        kv_text = (
+            [sha256_of(job.calib_data), job.calib_samples, job.calib_tokens]
+            if kv_cache == "fp8"
+            else None
+        )
         key = {
             "strategy": part.name,
             "version": __version__,
@@ -129,7 +137,7 @@ def run(
             if kv_cache == "fp8":
                 from annie_quant.quantize import input_stats
 
-                plan.kv_scales = input_stats.kv_scales(job, progress)
+                input_stats.calibrate_kv_cache(job, plan, progress)
             write(part, replace(job, output=folder), plan, progress)
         recipe = Recipe(
             version=__version__,
@@ -146,6 +154,7 @@ def run(
             held_out=plan.held_out,
             ingredients=plan.ingredients,
             frontier=plan.frontier,
+            calibration=plan.calibration,
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
     if work is None or not first:

@@ -255,9 +255,7 @@ def divide(lengths: Sequence[int], tokens: int, cost: int) -> list[slice]:
     return parts[::-1]
 
 
-def add_batches(
-    text: SharedText, rows: Sequence[Continued], start: int | None, tokens: int
-) -> int:
+def add_batches(text: SharedText, rows: Sequence[Continued], start: int | None, tokens: int) -> int:
     """Add branches as one batch, or one long branch as a chain of them. Return the index of the last one."""
     longest = max(branch.length for _, branch in rows)
     if longest <= tokens:

@@ -81,6 +81,7 @@ class Job(Generic[OptionsType]):
     output: folder to write into.
     calib_data: JSON lines of conversations, or None.
     calib_samples: conversations used at most.
+    calib_tokens: tokens of a conversation that is used, at most; None: the model's context, or what memory allows.
     exclude: patterns of --exclude-layers.
     scale: rule by which block scales are chosen.
     options: the strategy's.
@@ -92,6 +93,7 @@ class Job(Generic[OptionsType]):
     output: Path
     calib_data: Path | None = None
     calib_samples: int = 512
+    calib_tokens: int | None = None
     exclude: tuple[str, ...] = ()
     scale: nvfp4.Scale = "amax"
     options: OptionsType = field(default_factory=StrategyOptions)  # type: ignore[assignment]
@@ -117,7 +119,14 @@ class Job(Generic[OptionsType]):
             "layout": 2,  # of the stored layers (rounding.LayerResult)
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
-            "settings": [self.calib_samples, self.exclude, self.scale, options, self.seed],
+            "settings": [
+                self.calib_samples,
+                self.calib_tokens,
+                self.exclude,
+                self.scale,
+                options,
+                self.seed,
+            ],
         }
 
     def measurements(self, name: str) -> KeyedJson:

@@ -111,6 +111,7 @@ class RecordedRecipe(msgspec.Struct):
     calib_samples: int | None = None
     held_out: documents.HeldOut | None = None
     ingredients: list[documents.Ingredient] = []
+    calibration: documents.CalibrationUse | None = None
 
 
 @dataclass

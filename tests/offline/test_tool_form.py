@@ -18,7 +18,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.judge import load_workloads
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.prompts import Template
-from annie_quant.quantize.calibration_samples import samples_of_rows
+from annie_quant.quantize.calibration_text import samples_of_rows
 
 CALL = {"name": "web_search", "arguments": {"query": "rain"}}
 HERMES = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
@@ -40,10 +40,11 @@ def test_without_a_generation_config_the_model_names_its_end_token(tmp_path: Pat
     row = {
         "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     }
-    assert len(samples_of_rows(tmp_path, [row])) == 1
+    assert len(samples_of_rows(tmp_path, [row], 100)) == 1
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UsageError, match=r"ends with '<\|endoftext\|>'"):
-        samples_of_rows(tmp_path, [row])
+    missing = r"ends an answer with '<\|im_end\|>', and the end tokens are '<\|endoftext\|>': eos_token_id"
+    with pytest.raises(UsageError, match=missing):
+        samples_of_rows(tmp_path, [row], 100)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import kl_trial
+from annie_quant.quantize.calibration_text import samples_of_rows
 from annie_quant.quantize.plan import QuantizationPlan
 
 HEADER = "| draw | | W4A4: KL, at decisions, flips there | W4A16 | s |\n|---|---|---|---|---|"
@@ -21,7 +22,7 @@ def drawn(
     rows = list(rows)
     random.Random(draw).shuffle(rows)
     parts = rows[:samples], rows[samples:][:held]
-    return text.samples_of_rows(model, parts[0]), text.samples_of_rows(model, parts[1])
+    return samples_of_rows(model, parts[0]), samples_of_rows(model, parts[1])
 
 
 def show(

@@ -17,7 +17,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
-from annie_quant.quantize import calibration_samples, mixed_formats
+from annie_quant.quantize import calibration_text, mixed_formats
 from annie_quant.quantize.formats import NVFP4, active_weights, choose
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = ModelFolder(arguments.model)
     chosen = choose(folder, ())
-    samples = calibration_samples.samples_of_rows(
+    samples = calibration_text.samples_of_rows(
         arguments.model, read_conversations(arguments.conversations, arguments.samples)
     )
     with tempfile.TemporaryDirectory() as work:

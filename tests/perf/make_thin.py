@@ -35,8 +35,8 @@ from annie_quant.quantize.calibration_samples import (  # noqa: E402
     PROMPT,
     CalibrationSample,
     padded,
-    samples_of_rows,
 )
+from annie_quant.quantize.calibration_text import samples_of_rows  # noqa: E402
 
 CHUNK = 64
 WARM_UP = 10

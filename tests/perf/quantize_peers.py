@@ -45,7 +45,8 @@ from annie_quant.data import generate
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load
-from annie_quant.quantize import calibration_samples, kl_trial
+from annie_quant.quantize import kl_trial
+from annie_quant.quantize.calibration_text import samples_of_rows
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "helpers"))
@@ -84,7 +85,7 @@ class HeldOut:
     @classmethod
     @functools.cache  # seeds share the answers
     def of(cls, model: Path, file: Path, answers: int) -> HeldOut:
-        samples = calibration_samples.samples_of_rows(model, read_conversations(file))
+        samples = samples_of_rows(model, read_conversations(file))
         samples = list(kl_trial.spread(samples))[:answers]
         rows = [Row(s.prompt, s.answer) for s in samples]
         source = load(model, dtype=torch.float32, device="cpu")
@@ -254,7 +255,7 @@ def write_sequences(model: Path, rows: list[dict[str, Any]], text: Path) -> None
 
     A sequence that another one begins with is left out: the longer one has all of its tokens.
     """
-    ids = sorted({sample.ids for sample in calibration_samples.samples_of_rows(model, rows)})
+    ids = sorted({sample.ids for sample in samples_of_rows(model, rows)})
     longest = [a for a, b in zip(ids, [*ids[1:], ()], strict=True) if b[: len(a)] != a]
     text.write_text("".join(json.dumps(sequence) + "\n" for sequence in longest))
 

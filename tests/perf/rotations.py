@@ -38,7 +38,7 @@ from annie_quant import quantize
 from annie_quant.data import generate
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.loading import load
-from annie_quant.quantize.calibration_samples import samples_of_rows
+from annie_quant.quantize.calibration_text import samples_of_rows
 
 KINDS = ("none", "folded", "blocks", "full", "heads", "full+heads")
 ORDERS = ("sorted", "spread")

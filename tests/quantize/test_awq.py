@@ -17,7 +17,7 @@ from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
 from annie_quant.offline import codec  # noqa: E402
-from annie_quant.quantize import calibration_samples, folding  # noqa: E402
+from annie_quant.quantize import calibration_samples, calibration_text, folding  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 BOUND = 1e-3
@@ -36,12 +36,11 @@ def model() -> object:
 def folds() -> list[dict[str, np.ndarray]]:
     """The folded tensors of each layer, calibrated on two conversations."""
     folder = ModelFolder(TINY_ANNIE)
-    text = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[
-        :2
-    ]
+    text = calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[:2]
     chosen = set(choose(folder, ()))
     layers = DecoderLayers(folder, calibration_samples.make_batches(text))
-    return [folding.fold_layer(layer, chosen).weights for layer in layers]
+    counts = torch.eye(calibration_samples.KINDS)
+    return [folding.fold_layer(layer, chosen, counts).weights for layer in layers]
 
 
 def logits(
@@ -61,9 +60,9 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
 ) -> None:
     pytest.importorskip("modelopt", reason="the comparison is with ModelOpt's own export")
     folder = ModelFolder(TINY_ANNIE)
-    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[
-        ::20
-    ][:1]
+    samples = calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::20][
+        :1
+    ]
     source = logits(model, {}, samples)
 
     ours = {name: weight for layer in folds for name, weight in layer.items()}
@@ -128,7 +127,7 @@ def test_folds_do_not_harm_tokens_of_prompts_or_responses(
     """Outputs of every linear under W4A4 on other text, with folds and without. tiny-annie has inputs that only prompts have."""
     rows = read_conversations(CALIBRATION)
     folder, chosen = ModelFolder(TINY_ANNIE), set(choose(ModelFolder(TINY_ANNIE), ()))
-    held_out = calibration_samples.samples_of_rows(TINY_ANNIE, rows[1::12])[:2]
+    held_out = calibration_text.samples_of_rows(TINY_ANNIE, rows[1::12])[:2]
     errors: dict[bool, np.ndarray] = {}
     for folded in (False, True):
         inputs = DecoderLayers(folder, calibration_samples.make_batches(held_out))

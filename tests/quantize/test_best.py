@@ -17,7 +17,7 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
 )
-from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize import calibration_samples, calibration_text  # noqa: E402
 
 pytest.importorskip(
     "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
@@ -131,7 +131,7 @@ def test_other_settings_do_not_continue_an_interrupted_run(
 def test_both_streams_are_the_models(home: Path) -> None:
     """One stream is the source's hidden states; the other one is that of the rounded weights, with no input rounded."""
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(
+    samples = calibration_text.samples_of_rows(
         home / "model", read_conversations(home / "calib.jsonl", 4)
     )
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))

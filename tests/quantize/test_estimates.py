@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import checkpoint_zoo as zoo
 import pytest
-from paths import TINY_ANNIE
+from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.decode_speed import DEVICES
 from annie_quant.core.errors import CheckpointError, UsageError
@@ -200,12 +200,29 @@ def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, stra
     assert seconds / 2 < expected < 2 * seconds
 
 
-def test_the_text_is_counted_in_the_file_and_shared_beginnings_once_on_a_cpu(tmp_path):
+def test_the_text_is_counted_in_the_file_and_shared_beginnings_once(tmp_path):
     system = {"role": "system", "content": "Speak plainly. " * 200}
     rows = [{"messages": [system, {"role": "user", "content": f"{i} " * 30}]} for i in range(40)]
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    count, shared = estimates.text_of_file(file, 32, share=True)
-    assert count == 32 and shared < 1000 + 32 * 40
-    assert estimates.text_of_file(file, 512, share=False)[0] == 40
-    assert estimates.text_of_file(file, 32, share=False)[1] > 10 * 1000 > 5 * shared
+    text = estimates.text_of_file(file, 32)
+    assert text.conversations == 32
+    assert text.tokens > 10 * 1000 > 5 * text.computed
+    assert text.computed < 1000 + 32 * 40
+    assert estimates.text_of_file(file, 512).conversations == 40
+
+
+def test_the_text_is_counted_as_the_strategy_reads_it(tmp_path):
+    """The estimate of a folder names the rows that are used, and refuses what the strategy refuses."""
+    pytest.importorskip("torch", reason="the tokenizer: pip install annie-quant[quantize]")
+    rows = [json.loads(line) for line in CALIBRATION.read_text().splitlines()]
+    rows[0]["messages"][1]["content"] = "a long story " * 3000
+    file = tmp_path / "c.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    expected = estimates.estimate(TINY_ANNIE, "gptq", rates=estimates.SPARK, calib_data=file)
+    assert "  text    19 of 20 conversations" in "\n".join(expected.lines())
+    assert "1 longer than the model's context of 4,096 tokens" in expected.text
+    with pytest.raises(UsageError, match=r"only \d of 20 conversations"):
+        estimates.estimate(
+            TINY_ANNIE, "gptq", rates=estimates.SPARK, calib_data=file, calib_tokens=100
+        )

@@ -20,7 +20,7 @@ from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Recipe, decode
-from annie_quant.quantize import calibration_samples
+from annie_quant.quantize import calibration_text
 from annie_quant.quantize.formats import FP8_CHANNEL, W4A16, choose
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, export
@@ -272,9 +272,7 @@ def test_a_plan_is_exported_recorded_and_drawn(home: Path, planned: Path) -> Non
 
 def divergence(source: Path, folder: Path, home: Path) -> float:
     """Mean KL plus that of deciding tokens on the held-out answers, by transformers' own forward of both checkpoints."""
-    samples = calibration_samples.samples_of_rows(
-        source, read_conversations(home / "calib.jsonl", 10)
-    )
+    samples = calibration_text.samples_of_rows(source, read_conversations(home / "calib.jsonl", 10))
     _, held = held_out.hold_out(samples, 10**6)
     models = [load(f, dtype=torch.float32) for f in (source, folder)]
     values, decides = [], []

@@ -19,7 +19,7 @@ from annie_quant.quantize.strategy import Job
 torch = pytest.importorskip(
     "torch", reason="trials run on torch: pip install annie-quant[quantize]"
 )
-from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize import calibration_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample  # noqa: E402
 
 pytest.importorskip(
@@ -137,7 +137,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
 
     monkeypatch.setattr(rounding, "device_kind", lambda: device)
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(
+    samples = calibration_text.samples_of_rows(
         home / "model", read_conversations(home / "calib.jsonl", 3)
     )
     names = [
@@ -187,7 +187,7 @@ def run(home: Path, name: str, **options) -> Path:
 
 def test_the_plain_weights_of_a_trial_are_those_of_naive(home: Path, tmp_path: Path) -> None:
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(
+    samples = calibration_text.samples_of_rows(
         home / "model", read_conversations(home / "calib.jsonl", 3)
     )
     name = "model.layers.1.mlp.down_proj"

@@ -68,7 +68,7 @@ def test_scales_are_amax_of_keys_and_values(home: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from annie_quant.data.rows import read_conversations
-    from annie_quant.quantize.calibration_samples import samples_of_rows
+    from annie_quant.quantize.calibration_text import samples_of_rows
 
     stored = ModelFolder(home / "fp8")
     assert {

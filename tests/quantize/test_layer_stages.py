@@ -18,7 +18,7 @@ torch = pytest.importorskip(
 )
 from calibration_texts import conversations  # noqa: E402
 
-from annie_quant.quantize import calibration_samples, layer_stages, shared_text  # noqa: E402
+from annie_quant.quantize import calibration_samples, calibration_text, layer_stages, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers  # noqa: E402
 
@@ -27,7 +27,7 @@ LAYERS = 4  # of tiny-annie: three of DeltaNet and one of attention
 
 @pytest.fixture(scope="module")
 def samples() -> list[CalibrationSample]:
-    return calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::6][:5]
+    return calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::6][:5]
 
 
 def batches(samples: Sequence[CalibrationSample], kind: str) -> list[TokenBatch]:
@@ -156,7 +156,7 @@ def test_a_layer_of_another_shape_runs_whole(
 
 def test_experts_see_what_a_whole_pass_gives_them(tmp_path: Path) -> None:
     runtime_models.save_mixture(tmp_path, experts=8, unused=5)
-    samples = calibration_samples.samples_of_rows(tmp_path, read_conversations(CALIBRATION)[:3])[:3]
+    samples = calibration_text.samples_of_rows(tmp_path, read_conversations(CALIBRATION)[:3])[:3]
     text = calibration_samples.make_batches(samples)
     staged, plain = (DecoderLayers(ModelFolder(tmp_path), text) for _ in range(2))
     for layer, other in zip(staged, plain, strict=True):

@@ -16,6 +16,7 @@ torch = pytest.importorskip(
 from annie_quant.offline import deltanet  # noqa: E402
 from annie_quant.quantize import (  # noqa: E402
     calibration_samples,
+    calibration_text,
     input_stats,
 )
 from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
@@ -24,7 +25,7 @@ from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 @pytest.fixture(scope="module")
 def samples() -> list[CalibrationSample]:
-    return calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::4][:7]
+    return calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::4][:7]
 
 
 def whole_model() -> object:
@@ -98,9 +99,7 @@ def test_statistics_are_those_of_a_plain_forward_pass(samples: list[CalibrationS
         "model.layers.3.self_attn.k_proj",
         "model.layers.4.linear_attn.out_proj",
     ]
-    amax, _ = input_stats.largest_inputs(
-        ModelFolder(TINY_ANNIE), names, [s.ids for s in samples], SILENT
-    )
+    amax, _ = input_stats.largest_inputs(ModelFolder(TINY_ANNIE), names, samples, SILENT)
     model = whole_model()
     for name in names:
         rows = inputs_of(model.get_submodule(name), model, samples)

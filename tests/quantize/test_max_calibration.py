@@ -189,14 +189,17 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
     """As on a GPU: whole rows, padded; the padding repeats text, and its inputs count for nothing."""
     from annie_quant.core.progress import SILENT
     from annie_quant.quantize import input_stats
+    from annie_quant.quantize.calibration_samples import CONTENT, CalibrationSample
 
-    folder, ids = ModelFolder(sources["qwen2-tied"]), [[5, 9, 200, 31] * n for n in (2, 7, 11)]
+    folder = ModelFolder(sources["qwen2-tied"])
+    rows = [(5, 9, 200, 31) * n for n in (2, 7, 11)]
+    samples = [CalibrationSample("", ids, (CONTENT,) * len(ids), ()) for ids in rows]
     linears = [
         f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")
     ]
-    alone = [input_stats.largest_inputs(folder, linears, [row], SILENT)[0] for row in ids]
+    alone = [input_stats.largest_inputs(folder, linears, [row], SILENT)[0] for row in samples]
     monkeypatch.setattr(input_stats, "can_share", lambda folder: False)
-    together = input_stats.largest_inputs(folder, linears, ids, SILENT)[0]
+    together = input_stats.largest_inputs(folder, linears, samples, SILENT)[0]
     for name in linears:
         assert together[name] == pytest.approx(max(a[name] for a in alone), rel=1e-5)
 

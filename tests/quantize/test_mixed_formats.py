@@ -19,7 +19,7 @@ from annie_quant.quantize.formats import NVFP4
 torch = pytest.importorskip(
     "torch", reason="trials run on torch: pip install annie-quant[quantize]"
 )
-from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize import calibration_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 
 pytest.importorskip(
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(home: Path) -> list[CalibrationSample]:
-    return calibration_samples.samples_of_rows(
+    return calibration_text.samples_of_rows(
         home / "model", read_conversations(home / "calib.jsonl", 4)
     )
 

@@ -23,7 +23,7 @@ torch = pytest.importorskip(
 )
 from calibration_texts import conversations  # noqa: E402
 
-from annie_quant.quantize import calibration_samples, shared_text  # noqa: E402
+from annie_quant.quantize import calibration_samples, calibration_text, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import (  # noqa: E402
     CONTENT,
     PADDING,
@@ -47,7 +47,7 @@ WEIGHTS = {
 def samples(request: pytest.FixtureRequest) -> list[CalibrationSample]:
     if request.param == "conversations":
         return conversations()
-    rows = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
+    rows = calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
     return [*rows[::4][:8], rows[0]]  # one twice
 
 
@@ -127,9 +127,7 @@ def test_hessians_are_those_of_the_samples(
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
 
-def test_other_layers_get_whole_samples(
-    samples: list[CalibrationSample], tmp_path: Path
-) -> None:
+def test_other_layers_get_whole_samples(samples: list[CalibrationSample], tmp_path: Path) -> None:
     text = shared_text.arrange(samples, share=False)
     assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))

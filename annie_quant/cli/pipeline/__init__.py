@@ -26,6 +26,7 @@ class SearchSettings:
         required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
         seeds: Calibration draws in which a strategy must keep.
         samples: Conversations to calibrate with.
+        calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context.
         anyway: Continue with a model that lacks the manners in bf16.
     """
 
@@ -44,6 +45,7 @@ class SearchSettings:
     ] = ()
     seeds: Annotated[int, opt.at_least(1)] = 1
     samples: Annotated[int, Parameter(name="--calib-samples")] = 128
+    calib_tokens: Annotated[int | None, opt.at_least(1)] = None
     allow_prompt_mismatch: AllowMismatch = False
     anyway: bool = False
     as_json: AsJson = False

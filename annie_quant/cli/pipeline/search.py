@@ -62,7 +62,13 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     with directory.locked():
         work = directory / "models/.work"
         stages = Stages(
-            directory, settings.model, settings.calib_data, settings.samples, console, work
+            directory,
+            settings.model,
+            settings.calib_data,
+            settings.samples,
+            console,
+            work,
+            settings.calib_tokens,
         )
         listed = settings.strategies
         order, notes = (

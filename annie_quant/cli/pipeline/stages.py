@@ -78,6 +78,7 @@ Result = TypeVar("Result", bound=StageResult)
 class Stages:
     """The stages of one model in one run directory.
 
+    calib_tokens: tokens of a conversation at most; None: the model's context.
     work: folder of the measurements that several budgets of a strategy share; None: they share none.
     rows: the stages so far, in order.
     """
@@ -90,6 +91,7 @@ class Stages:
         samples: int,
         console: Console,
         work: Path | None = None,
+        calib_tokens: int | None = None,
     ) -> None:
         self.dir = directory
         self.console = console
@@ -101,6 +103,7 @@ class Stages:
             "model": model_sha256(model)[:16],
         }  # inputs of every stage
         self.rows: list[documents.Stage] = []
+        self.calib_tokens = calib_tokens
         self.work = work
 
     def stage(
@@ -172,6 +175,7 @@ class Stages:
                 self.checkpoint(strategy, draw),
                 calib_data=self.rows_of_draw(draw),
                 calib_samples=self.samples,
+                calib_tokens=self.calib_tokens,
                 allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
                 force=True,
                 report=progress,
@@ -266,7 +270,8 @@ class Stages:
         return evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
 
     def data_inputs(self) -> dict[str, object]:
-        return {"rows": self.samples, "text": self.text_key}
+        inputs = {"rows": self.samples, "text": self.text_key}
+        return inputs if self.calib_tokens is None else inputs | {"tokens": self.calib_tokens}
 
 
 def with_budget(name: str) -> tuple[str, float | None]:

@@ -93,12 +93,13 @@ def plan_model(
     look: compare GPTQ with plain rounding on held-out conversations, and take plain rounding where GPTQ is worse.
     """
     from annie_quant.quantize import frontier_plan, held_out, mixed_formats
-    from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.calibration_text import read_answers
     from annie_quant.quantize.input_stats import calibrated
     from annie_quant.quantize.rounding import round_model
 
     folder = ModelFolder(job.model)
-    samples = read_samples(job)
+    text = read_answers(job, progress)
+    samples = text.samples
     if str(limits):
         frontier_plan.planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
     if share is not None:
@@ -125,7 +126,7 @@ def plan_model(
     announce_size(folder, planned.formats, progress)
     formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
     if looked.plain_is_better:
-        amax, tokens = calibrated(job, list(formats), progress)
+        amax, tokens, _ = calibrated(job, list(formats), progress)
         result = QuantizationPlan(formats, amax, tokens=tokens)
     else:
         # Other limits may follow in the same folder.
@@ -134,6 +135,7 @@ def plan_model(
     result.held_out, result.ingredients = looked.held_out, list(looked.methods)
     result.frontier, result.formats = planned.frontier, result.formats | planned.formats
     result.packed |= planned.packed
+    result.calibration = text.use
     return result
 
 

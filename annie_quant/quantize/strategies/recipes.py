@@ -122,14 +122,17 @@ class GptqOptions(StrategyOptions):
 
 
 def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.calibration_text import read_answers
     from annie_quant.quantize.rounding import Method, round_model
 
     folder, options = ModelFolder(job.model), job.options
     formats = dict.fromkeys(choose(folder, job.exclude), four_bit_format(options.activations))
     announce_size(folder, formats, progress)
     method = Method(prompt=options.prompt, damping=options.damping)
-    return round_model(job, formats, read_samples(job), method, progress)
+    text = read_answers(job, progress)
+    plan = round_model(job, formats, text.samples, method, progress)
+    plan.calibration = text.use
+    return plan
 
 
 GPTQ = Strategy(

@@ -1,0 +1,247 @@
+"""Read a job's conversations as calibration samples, and record which of them are used.
+
+A row is used whole or not at all: a row that is cut at its end has lost the answer that it is there for. The longest row that is
+used has `--calib-tokens` tokens, by default the model's context, or fewer where the hidden states of all rows would take more than
+half of the free memory. Fewer than half of the conversations are an error, not a result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Progress
+from annie_quant.core.untrusted import JsonObject, integer
+from annie_quant.data.rows import read_conversations
+from annie_quant.documents import CalibrationUse
+from annie_quant.offline.caches import common_prefix
+from annie_quant.offline.prompts import AnswerNotLocated, Template, answers_of_row
+from annie_quant.quantize.backend import device_and_dtype, free_memory_bytes
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
+from annie_quant.quantize.strategy import Job, StrategyOptions
+
+# Hidden states of all rows: a layer's inputs and outputs of two streams (rounding.py).
+STATE_COPIES = 4
+MEMORY_SHARE = 0.5
+MIN_SHARE_OF_ROWS = 0.5
+MIN_PREFIX = 16  # tokens; shorter ones are markup that all conversations begin with
+
+
+SamplesOfRow = Callable[[Template, JsonObject, int], list[CalibrationSample]]
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The samples that are used, and the record of what was used."""
+
+    samples: list[CalibrationSample]
+    use: CalibrationUse
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """The most tokens of a row, and where that number comes from."""
+
+    tokens: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"longer than {self.reason} of {self.tokens:,} tokens"
+
+
+def read_answers(job: Job[StrategyOptions], progress: Progress) -> CalibrationText:
+    """Return one sample per assistant's answer, with its prompt, and report what is used."""
+    return _read(job, progress, answer_samples)
+
+
+def read_whole_conversations(job: Job[StrategyOptions], progress: Progress) -> CalibrationText:
+    """Return one sample per conversation, whose tokens all have one kind, and report what is used."""
+    return _read(job, progress, conversation_samples)
+
+
+def _read(job: Job[StrategyOptions], progress: Progress, of_row: SamplesOfRow) -> CalibrationText:
+    rows = read_conversations(job.conversations, job.calib_samples)
+    text = text_of_rows(job.model, rows, job.calib_tokens, of_row)
+    progress.message(f"calibration: {text.use.line()}")
+    return text
+
+
+def text_of_rows(
+    model: Path,
+    rows: Sequence[JsonObject],
+    calib_tokens: int | None = None,
+    of_row: SamplesOfRow | None = None,
+) -> CalibrationText:
+    """Return the samples of conversations that the limits allow, one per answer unless `of_row` makes others.
+
+    calib_tokens: most tokens of a row; None: the model's context, or what memory allows.
+    Raises UsageError where fewer than half of the conversations can be used.
+    """
+    template = Template(model)
+    samples: list[CalibrationSample] = []
+    not_located: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        try:
+            samples += (of_row or answer_samples)(template, row, number)
+        except AnswerNotLocated as error:
+            not_located[str(error)] += 1
+    limit = limit_of(model, samples, calib_tokens)
+    used = [sample for sample in samples if len(sample.ids) <= limit.tokens]
+    use = use_of(samples, used, len(rows), limit, not_located)
+    if use.conversations < MIN_SHARE_OF_ROWS * len(rows):
+        raise UsageError(f"only {use.line()}", remedy(samples, limit, not_located))
+    return CalibrationText(used, use)
+
+
+def samples_of_rows(
+    model: Path, rows: Sequence[JsonObject], calib_tokens: int | None = None
+) -> list[CalibrationSample]:
+    """Return the samples of text_of_rows."""
+    return text_of_rows(model, rows, calib_tokens).samples
+
+
+def answer_samples(template: Template, row: JsonObject, number: int) -> list[CalibrationSample]:
+    """Return the samples of one conversation. Raises AnswerNotLocated where none of its answers can be located."""
+    samples = []
+    for scored in answers_of_row(template, row):
+        answer_kinds = [kind + 1 for kind in template.classes(scored.target, scored.thinking)]
+        ids = (*scored.prompt, *scored.target[:-1])
+        kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
+        decides = tuple(template.decisions(scored.target, scored.thinking))
+        samples.append(
+            CalibrationSample(scored.category, ids, kinds, scored.target, decides, number)
+        )
+    return samples
+
+
+def conversation_samples(
+    template: Template, row: JsonObject, number: int
+) -> list[CalibrationSample]:
+    """Return a conversation as one sample."""
+    thinking = bool(row.get("thinking"))
+    text = template.render(row["messages"], row.get("tools"), thinking, False)
+    ids = tuple(template.ids(text))
+    if not ids:
+        raise AnswerNotLocated("the chat template renders no text")
+    return [CalibrationSample("", ids, (CONTENT,) * len(ids), (), row=number)]
+
+
+# ---- the limit
+
+
+def limit_of(
+    model: Path, samples: Sequence[CalibrationSample], calib_tokens: int | None
+) -> RowLimit:
+    """Return `calib_tokens`; without it the model's context, or fewer tokens where the states of all rows do not fit."""
+    if calib_tokens is not None:
+        return RowLimit(calib_tokens, "--calib-tokens")
+    folder = ModelFolder(model)
+    context = integer(folder.text_config.get("max_position_embeddings"))
+    longest = max((len(sample.ids) for sample in samples), default=1)
+    limit = RowLimit(context or longest, "the model's context")
+    positions = affordable_positions(folder)
+    fitting = [sample for sample in samples if len(sample.ids) <= limit.tokens]
+    if distinct_positions(sample.ids for sample in fitting) <= positions:
+        return limit
+    lengths = sorted({len(sample.ids) for sample in fitting})
+    low = 0
+    high = len(lengths) - 1
+    while low < high:
+        middle = (low + high) // 2
+        shorter = (sample.ids for sample in fitting if len(sample.ids) <= lengths[middle + 1])
+        if distinct_positions(shorter) <= positions:
+            low = middle + 1
+        else:
+            high = middle
+    return RowLimit(lengths[low], "what half of the free memory holds,")
+
+
+def affordable_positions(folder: ModelFolder) -> int:
+    """Return how many tokens may have their hidden states in memory."""
+    _, dtype = device_and_dtype(folder)
+    hidden_size = integer(folder.text_config.get("hidden_size")) or 1
+    return int(MEMORY_SHARE * free_memory_bytes() / (STATE_COPIES * hidden_size * dtype.itemsize))
+
+
+def distinct_positions(rows: Iterable[tuple[int, ...]]) -> int:
+    """Return the number of positions that are computed where every shared prefix is computed once."""
+    ordered = sorted(rows)
+    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(ordered))
+    return sum(map(len, ordered)) - shared
+
+
+def remedy(samples: Sequence[CalibrationSample], limit: RowLimit, not_located: Counter[str]) -> str:
+    """Return what a user can do so that more conversations are used."""
+    longest = max((len(sample.ids) for sample in samples), default=0)
+    if longest > limit.tokens and limit.reason.startswith("what"):
+        return f"--calib-samples with fewer conversations, or --calib-tokens {longest}"
+    if longest > limit.tokens:
+        return f"--calib-tokens {longest} takes all of them"
+    return "; ".join(not_located) or "annie-quant data makes conversations with answers"
+
+
+# ---- what was used
+
+
+def use_of(
+    samples: Sequence[CalibrationSample],
+    used: Sequence[CalibrationSample],
+    rows: int,
+    limit: RowLimit,
+    not_located: Counter[str],
+) -> CalibrationUse:
+    """Return the record of the conversations that are used, each with its longest sample, and of those that are not."""
+    conversations = longest_per_row(used)
+    lengths = [len(ids) for ids in conversations.values()]
+    too_long = len(longest_per_row(samples)) - len(conversations)
+    later = len(samples) - len(used) - too_long
+    left_out = [f"{count} because {reason}" for reason, count in not_located.items()]
+    if too_long:
+        left_out.append(f"{too_long} {limit} (--calib-tokens)")
+    if later > 0:
+        left_out.append(f"{later} later answers {limit} (--calib-tokens)")
+    prefix, sharing = most_shared_prefix(sorted(conversations.values()))
+    return CalibrationUse(
+        conversations=len(conversations),
+        of=rows,
+        tokens=sum(lengths),
+        computed=distinct_positions(sample.ids for sample in used),
+        longest=max(lengths, default=0),
+        limit=limit.tokens,
+        prefix=prefix,
+        prefix_conversations=sharing,
+        left_out=left_out,
+    )
+
+
+def longest_per_row(samples: Iterable[CalibrationSample]) -> dict[int, tuple[int, ...]]:
+    """Return row → the tokens of its longest sample."""
+    longest: dict[int, tuple[int, ...]] = {}
+    for sample in samples:
+        if len(sample.ids) > len(longest.get(sample.row, ())):
+            longest[sample.row] = sample.ids
+    return longest
+
+
+def most_shared_prefix(ordered: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return (tokens, rows) of the prefix by which sharing saves the most tokens; zeros where none is worth a mention.
+
+    ordered: rows in lexicographic order.
+    """
+    best = (0, 0)
+    waiting: list[tuple[int, int]] = []  # (first row, shared tokens) of prefixes that may go on
+    shared = [common_prefix(a, b) for a, b in itertools.pairwise(ordered)]
+    for end, length in enumerate([*shared, 0]):
+        first = end
+        while waiting and waiting[-1][1] >= length:
+            first, tokens = waiting.pop()
+            rows = end - first + 1
+            if tokens * (rows - 1) > best[0] * (best[1] - 1):
+                best = tokens, rows
+        waiting.append((first, length))
+    return best if best[0] >= MIN_PREFIX else (0, 0)

@@ -48,7 +48,7 @@ class QuantizeOptions:
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
         settings: A strategy's own setting; repeatable.
-            max_gb: best: GB of weights at most; formats are chosen by measured loss.
+        max_gb: best: GB of weights at most; formats are chosen by measured loss.
         min_tps: best: tokens per second of one stream at least, as predicted for --device.
         max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine

@@ -11,7 +11,6 @@ conversation of several turns with tools is replayed up to each answer, the same
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,8 @@ MAX_POOLS = 200
 NO_TOOL = "no tool"
 OTHER = "other tools"
 CASES_PER_CONVERSATION = 4
-MIN_TOKENS, MAX_TOKENS = 64, 1024
+MIN_TOKENS = 64
+MAX_TOKENS = 1024
 CHARACTERS_PER_TOKEN = 3.0
 HEADROOM = 1.5  # of max_tokens over the longest usual answer
 USUAL_SHARE = 0.95
@@ -48,7 +48,7 @@ DESCRIPTIONS = {
 
 
 class Pool:
-    """Conversations by behaviour.
+    """Conversations by behaviour, of each at most `size` with the smallest hashes.
 
     n: number of conversations that were added.
     behaviours: how many of them per behaviour.
@@ -56,52 +56,42 @@ class Pool:
     """
 
     def __init__(self, seed: int = 0, size: int = POOL_SIZE) -> None:
-        self.n = self.repeated = 0
+        self.n = 0
+        self.repeated = 0
         self.behaviours: Counter[str] = Counter()
-        self._seed, self._size = seed, size
-        self._heaps: dict[
-            str, list[tuple[int, int, Conversation]]
-        ] = {}  # (-hash, -order, conversation)
-        self._hashes: dict[str, set[int]] = {}
+        self._seed = seed
+        self._size = size
+        self._conversations: dict[str, dict[int, Conversation]] = {}  # behaviour → hash → …
+        self._largest: dict[str, int] = {}  # hash of each full pool
 
     def add(self, conversation: Conversation) -> None:
         self.n += 1
         behaviour = next(iter(conversation.calls), NO_TOOL)
-        if behaviour not in self._heaps and len(self._heaps) >= MAX_POOLS:
+        if behaviour not in self._conversations and len(self._conversations) >= MAX_POOLS:
             behaviour = OTHER
         self.behaviours[behaviour] += 1
-        heap = self._heaps.setdefault(behaviour, [])
-        hashes = self._hashes.setdefault(behaviour, set())
-        key = self._hash(conversation)
-        if key in hashes:
+        pool = self._conversations.setdefault(behaviour, {})
+        digest = _digest([self._seed, conversation.system, conversation.messages], 8).digest()
+        key = int.from_bytes(digest, "big")
+        if key in pool:
             self.repeated += 1
-            return
-        item = (-key, -self.n, conversation)
-        if len(heap) < self._size:
-            heapq.heappush(heap, item)
-        elif key < -heap[0][0]:
-            hashes.discard(-heapq.heapreplace(heap, item)[0])
-        else:
-            return
-        hashes.add(key)
+        elif key < self._largest.get(behaviour, 1 << 64):
+            pool[key] = conversation
+            if len(pool) > self._size:
+                del pool[max(pool)]
+            if len(pool) == self._size:
+                self._largest[behaviour] = max(pool)
 
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
         """Yield (behaviour, conversation), the rarest behaviour first, within a behaviour by hash."""
-        for behaviour in sorted(self._heaps, key=lambda b: (self.behaviours[b], b)):
-            for _, _, conversation in sorted(
-                self._heaps[behaviour], key=lambda item: (-item[0], -item[1])
-            ):
+        for behaviour in sorted(self._conversations, key=lambda b: (self.behaviours[b], b)):
+            for _, conversation in sorted(self._conversations[behaviour].items()):
                 yield behaviour, conversation
 
-    def _hash(self, conversation: Conversation) -> int:
-        text = json.dumps(
-            [self._seed, conversation.system, conversation.messages],
-            sort_keys=True,
-            ensure_ascii=False,
-        )
-        return int.from_bytes(
-            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-        )
+
+def _digest(value: object, size: int) -> hashlib.blake2b:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size)
 
 
 @dataclass
@@ -141,29 +131,31 @@ def read_sample(logs: Sequence[Path], seed: int, progress: Progress) -> LogSampl
 
 def inferred_tools(sample: LogSample) -> list[Tool]:
     """Return definitions of the called tools, inferred from the calls; an argument that every call has is required."""
-    calls_by_tool: dict[str, list[JsonObject]] = {}
+    arguments: dict[str, list[JsonObject]] = {}
     for _, conversation in sample.pool.conversations():
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
-                calls_by_tool.setdefault(str(call["function"]["name"]), []).append(
-                    call["function"]["arguments"]
-                )
-    tools = []
-    for name, calls in sorted(calls_by_tool.items()):
-        properties = {
-            k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))
-        }
-        required = sorted(set(calls[0]).intersection(*calls))
-        parameters = {"type": "object", "properties": properties, "required": required}
-        function = {"name": name, "description": name.replace("_", " "), "parameters": parameters}
-        tools.append({"type": "function", "function": function})
-    return tools
+                function = call["function"]
+                arguments.setdefault(str(function["name"]), []).append(function["arguments"])
+    return [_inferred_tool(name, calls) for name, calls in sorted(arguments.items())]
+
+
+def _inferred_tool(name: str, calls: Sequence[JsonObject]) -> Tool:
+    properties = {}
+    for argument in sorted(set().union(*calls)):
+        properties[argument] = _schema([call[argument] for call in calls if argument in call])
+    required = sorted(set(calls[0]).intersection(*calls))
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": name.replace("_", " "), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+SCHEMA_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
 def _schema(values: Sequence[object]) -> JsonObject:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    kinds = {names.get(type(value), "object") for value in values}
-    return {"type": kinds.pop()} if len(kinds) == 1 else {}
+    names = {SCHEMA_TYPES.get(type(value), "object") for value in values}
+    return {"type": names.pop()} if len(names) == 1 else {}
 
 
 def without_prefixes(
@@ -173,26 +165,21 @@ def without_prefixes(
 
     Request logs have one record per turn, each of which repeats the turns before.
     """
-    prefixes: set[str] = set()
+    prefixes: set[bytes] = set()
     keys = []
     for _, conversation in conversations:
-        digest = hashlib.blake2b(digest_size=16)
-        for message in conversation.messages[:-1]:
-            digest.update(_content(message))
-            prefixes.add(digest.hexdigest())
-        digest.update(_content(conversation.messages[-1]))
-        keys.append(digest.hexdigest())
+        key = b""
+        for message in conversation.messages:
+            prefixes.add(key)
+            key = _digest([key.hex(), *_content(message)], 16).digest()
+        keys.append(key)
     return [item for item, key in zip(conversations, keys, strict=True) if key not in prefixes]
 
 
-def _content(message: ChatMessage) -> bytes:
-    calls = [
-        [c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()
-    ]
-    text = json.dumps(
-        [message["role"], message["content"], calls], sort_keys=True, ensure_ascii=False
-    )
-    return text.encode("utf-8", "surrogatepass")
+def _content(message: ChatMessage) -> list[object]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [[function["name"], function["arguments"]] for function in functions]
+    return [message["role"], message["content"], calls]
 
 
 class GateCases:
@@ -216,50 +203,50 @@ class GateCases:
     def add(self, conversation: Conversation) -> None:
         for at in answer_positions(conversation):
             prompt = conversation.messages[:at]
-            logged = conversation.messages[at] if at < len(conversation.messages) else None
-            kind = "calls" if logged is not None and logged.get("tool_calls") else "answers"
-            kind, text = "results" if prompt[-1]["role"] == "tool" else kind, prompt_text(prompt)
+            logged = next(iter(conversation.messages[at:]), None)
+            text = prompt_text(prompt)
+            kind = "answers"
+            if prompt[-1]["role"] == "tool":
+                kind = "results"
+            elif logged and logged.get("tool_calls"):
+                kind = "calls"
             if self._calibration.find(text) is not None:
                 self.shared += 1
             elif self._prompts[kind].find(text) is None:
                 self._prompts[kind].add("", text)
-                self._store(kind, conversation, prompt, logged)
+                self._count(kind, prompt, logged)
+                self._store((kind, conversation.thinking), conversation, prompt, logged)
 
-    def _store(
-        self,
-        kind: str,
-        conversation: Conversation,
-        prompt: Sequence[ChatMessage],
-        logged: ChatMessage | None,
-    ) -> None:
-        key = (kind, conversation.thinking)
-        cases = self._cases.setdefault(key, [])
-        messages = [plain(m) for m in prompt]
-        if (
-            conversation.system is not None
-            and conversation.system.strip() != self.persona.system_prompt
-        ):
-            messages.insert(0, {"role": "system", "content": conversation.system})
-        case = CaseFile(id=f"{kind}-{len(cases):04d}", messages=messages)
-        if conversation.tools is not None and conversation.tools != list(self.persona.tools):
-            case.tools = conversation.tools
+    def _count(self, kind: str, prompt: Sequence[ChatMessage], logged: ChatMessage | None) -> None:
         if logged is not None:
-            calls = called(logged)
-            case.expect = {"logged": {"calls": calls}}
-            arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
-            length = (
-                len(logged["content"])
-                + len(str(arguments))
-                + len(logged.get("reasoning_content") or "")
-            )
-            self._lengths.setdefault(key, []).append(length)
-            self.behaviours.update({f"calls {name}" for name in calls})
+            self.behaviours.update(f"calls {name}" for name in set(called(logged)))
         if kind == "results":
             self.behaviours["answers from a result"] += 1
         elif kind == "answers":
             self.behaviours["answers in words"] += 1
         if sum(m["role"] == "user" for m in prompt) > 1:
             self.behaviours["several turns"] += 1
+
+    def _store(
+        self,
+        key: tuple[str, bool],
+        conversation: Conversation,
+        prompt: Sequence[ChatMessage],
+        logged: ChatMessage | None,
+    ) -> None:
+        cases = self._cases.setdefault(key, [])
+        messages = [plain(m) for m in prompt]
+        system = conversation.system
+        if system is not None and system.strip() != self.persona.system_prompt:
+            messages.insert(0, {"role": "system", "content": system})
+        case = CaseFile(id=f"{key[0]}-{len(cases):04d}", messages=messages)
+        if conversation.tools is not None and conversation.tools != list(self.persona.tools):
+            case.tools = conversation.tools
+        if logged is not None:
+            case.expect = {"logged": {"calls": called(logged)}}
+            arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
+            texts = (logged["content"], str(arguments), logged.get("reasoning_content") or "")
+            self._lengths.setdefault(key, []).append(sum(map(len, texts)))
         cases.append(case)
 
     def documents(self) -> Iterator[WorkloadFile]:
@@ -283,20 +270,19 @@ def answer_positions(conversation: Conversation) -> list[int]:
     A conversation that ends with a question has the position after it.
     """
     messages = conversation.messages
-    positions = [
-        i
-        for i, m in enumerate(messages)
-        if m["role"] == "assistant" and messages[i - 1]["role"] != "assistant"
-    ]
-    if messages[-1]["role"] in ("user", "tool"):
-        positions.append(len(messages))
+    roles = [message["role"] for message in messages]
+    positions = []
+    for at in range(1, len(messages) + 1):
+        is_answer = at == len(messages) or roles[at] == "assistant"
+        if is_answer and roles[at - 1] != "assistant":
+            positions.append(at)
 
-    def rank(i: int) -> int:
-        if i < len(messages) and messages[i].get("tool_calls"):
+    def rank(at: int) -> int:
+        if at < len(messages) and messages[at].get("tool_calls"):
             return 0
-        return 1 if messages[i - 1]["role"] == "tool" else 2
+        return 1 if roles[at - 1] == "tool" else 2
 
-    return sorted(sorted(positions, key=lambda i: (rank(i), i))[:CASES_PER_CONVERSATION])
+    return sorted(sorted(positions, key=rank)[:CASES_PER_CONVERSATION])
 
 
 def calibration_row(conversation: Conversation, persona: Persona, index: int) -> ChatRow | None:
@@ -357,11 +343,10 @@ def split_conversations(
     for conversations in chosen.values():
         n_rows = len(conversations) - round(GATE_SHARE * len(conversations))
         calibration = [c for c in conversations if c.has_answer][:n_rows]
-        taken = {id(c) for c in calibration}
-        for_gates += [c for c in conversations if id(c) not in taken]
-        rows += filter(
-            None, (calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows)))
-        )
+        used = {id(c) for c in calibration}
+        for_gates += [c for c in conversations if id(c) not in used]
+        candidates = [calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows))]
+        rows += filter(None, candidates)
     gates = GateCases(persona, rows)
     for conversation in for_gates:
         gates.add(conversation)
@@ -377,11 +362,14 @@ def _distinct_conversations(
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """Return the conversations to use, masked, per behaviour, and one note per reason for leaving some out."""
     offered = {t["function"]["name"] for t in persona.tools}
-    finder, n_repeated, n_missing = DuplicateFinder(), sample.pool.repeated, Counter[str]()
+    finder = DuplicateFinder()
+    n_repeated = sample.pool.repeated
+    n_missing: Counter[str] = Counter()
     chosen: dict[str, list[Conversation]] = {}
     for behaviour, conversation in without_prefixes(list(sample.pool.conversations())):
         tools = {t["function"]["name"] for t in conversation.tools or ()} or offered
-        if missing := set(conversation.calls) - tools:
+        missing = set(conversation.calls) - tools
+        if missing:
             n_missing.update(missing)
             continue
         if len(chosen.get(behaviour, ())) >= MAX_CONVERSATIONS:

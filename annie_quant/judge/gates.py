@@ -24,7 +24,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult, Outcome
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks import calls, reference, text
-from annie_quant.judge.statistics import least_n, wilson
+from annie_quant.judge.statistics import MAX_N_TO_DECIDE, Z, wilson
 from annie_quant.judge.workloads import Case, Workload
 
 LARGE_N = 100
@@ -90,15 +90,16 @@ def _outside(low: float, high: float, limit: float) -> Outcome:
 
 
 def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
-    """Return the smallest number of answers, from n on, whose interval excludes `limit` if the rate stays the same.
+    """Return the smallest number of answers, above n, whose interval excludes `limit` at this rate.
 
-    None where the rate equals the limit, or is so near that a million answers would not decide.
+    Wilson's interval excludes a limit where the score test does: |rate - limit| >= z * standard
+    error under the limit. More answers decide too. None where more than MAX_N_TO_DECIDE are needed.
     """
-
-    def decided(count: int) -> bool:
-        return _outside(*wilson(rate * count, count), limit) != "undecided"
-
-    return None if abs(rate - limit) < 1e-12 else least_n(decided, n)
+    if abs(rate - limit) < 1e-12:
+        return None
+    needed = limit * (1 - limit) * (Z / (rate - limit)) ** 2
+    count = max(n + 1, math.ceil(needed - 1e-9))
+    return count if count <= MAX_N_TO_DECIDE else None
 
 
 # ---- the table

@@ -182,7 +182,7 @@ def sign_flips(
         return 1.0, 1.0, 1.0
     # The order of the answers does not matter.
     changes = sorted(changes, key=lambda change: (change[0], sorted(change[1].items())))
-    # Sums of numbers up to MOST_N are exact in float32, whose products are several times as fast as those of integers.
+    # Sums of small counts are exact in float32, whose products are several times as fast.
     matrix = np.array(
         [[whole, *(change.get(g, 0) for g in gates)] for whole, change in changes], dtype=np.float32
     )

@@ -9,10 +9,9 @@ others say nothing about the difference (won - lost) / n, but n sets its precisi
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 LEVEL, POWER = 0.05, 0.8
+Z = NormalDist().inv_cdf(1 - LEVEL / 2)  # of two-sided 95 % intervals
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact
 
 
@@ -181,12 +181,13 @@ def prompts_to_decide(differences_sd: float, difference: float) -> int | None:
 
 # ---- paired outcomes
 
-MOST_N = 1_000_000
+MAX_N_TO_DECIDE = 20_000  # prompts per gate; nobody evaluates more
+CONFIDENCE = 0.9  # of the interval of a difference: 5 % per bound
 
 
 @lru_cache(1 << 16)  # a search and a simulation ask for few different counts
 def score_interval(
-    lost: float, won: float, n: float, confidence: float = 0.9
+    lost: float, won: float, n: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
 
@@ -314,9 +315,65 @@ def _power(n: int, discordant: float, loss: float, level: float) -> float:
     return float(np.sum(binom.pmf(counts, n, min(1.0, changed)) * np.where(wins < 0, 0.0, chance)))
 
 
-def least_n(decided: Callable[[int], bool], n: int) -> int | None:
-    """Return the smallest number of prompts above n for which `decided` holds, if it holds from there on; None up to MOST_N."""
-    if not decided(MOST_N):
+def _scores(lost: Floats, won: Floats, n: Floats, difference: float) -> Floats:
+    """Return `_score` of many counts."""
+    import numpy as np
+
+    b = lost + won + (won - lost - 2 * n) * difference
+    c = lost * difference * (1 - difference)
+    root = np.sqrt(np.maximum(b * b + 8 * n * c, 0.0))
+    p_lost = np.maximum((b + root) / (4 * n), max(0.0, -difference))
+    variance = n * (2 * p_lost + difference - difference * difference)
+    excess = won - lost - n * difference
+    certain = np.where(np.abs(excess) < 1e-12 * n, 0.0, np.copysign(np.inf, excess))
+    has_variance = variance > 1e-15 * n
+    return np.where(has_variance, excess / np.sqrt(np.where(has_variance, variance, 1.0)), certain)
+
+
+@lru_cache(maxsize=4096)
+def n_to_decide(
+    lost: int,
+    won: int,
+    n: int,
+    margin: float,
+    limit: float | None,
+    level: float,
+    excess: bool = False,
+) -> int | None:
+    """Return the smallest number of prompts above n from which on every number decides a gate.
+
+    The rates stay as observed: the interval is that of the exact shares, and p is that of whole
+    prompts, lost ones rounded down and won ones up. Because of this rounding a larger number may
+    leave open what a smaller one decides; such a number is not returned.
+
+    margin: the gate keeps where the interval's lower bound is above -margin.
+    limit: the gate loses where the upper bound is below it and p below the level; None: where p is.
+    level: of p, one-sided.
+    excess: p is that of a loss above the margin (`excess_loss`) instead of McNemar's.
+
+    Returns None where MAX_N_TO_DECIDE prompts do not decide.
+    """
+    import numpy as np
+    from scipy.special import bdtr, bdtrc, ndtr
+
+    numbers = np.arange(n + 1, MAX_N_TO_DECIDE + 1)
+    if not len(numbers):
         return None
-    above = range(n + 1, MOST_N)
-    return n + 1 + bisect.bisect_left(above, True, key=decided)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    shares = (lost * numbers / n, won * numbers / n, numbers)
+    whole_lost = lost * numbers // n
+    whole_won = -(-won * numbers // n)
+    if not excess:
+        p = bdtr(whole_won, whole_lost + whole_won, 0.5)
+    elif won:
+        p = ndtr(_scores(whole_lost, whole_won, numbers, -margin))
+    else:
+        p = bdtrc(whole_lost - 1, numbers, margin)
+    loses = p < level
+    if limit is not None:
+        loses &= _scores(*shares, limit) < -z
+    open_numbers = numbers[~(loses | (_scores(*shares, -margin) > z))]
+    if not len(open_numbers):
+        return n + 1
+    last = int(open_numbers[-1])
+    return last + 1 if last < MAX_N_TO_DECIDE else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from scipy.stats import binomtest, chi2
 from annie_quant.judge.pairing import pair_checks, sign_flips
 from annie_quant.judge.statistics import (
     detectable_loss,
-    least_n,
+    excess_loss,
     mcnemar,
     mid_p,
+    n_to_decide,
     score_interval,
     wilson,
 )
@@ -154,9 +156,52 @@ def test_the_detectable_loss_has_its_power():
     assert detectable_loss(4, 0.0, 0.05) is None, "four answers are never significant"
 
 
-def test_least_n():
-    assert least_n(lambda n: n >= 74, 60) == 74
-    assert least_n(lambda n: False, 60) is None
+def decides(lost, won, n, count, margin, limit, level, excess):
+    """The rule for one number of prompts, by the intervals and the tests themselves."""
+    low, high = score_interval(lost * count / n, won * count / n, count)
+    if low > -margin:
+        return True
+    if limit is not None and high >= limit:
+        return False
+    whole = (lost * count // n, math.ceil(Fraction(won * count, n)))
+    if not excess:
+        return mcnemar(*whole) < level
+    return excess_loss(whole[0], count, margin, whole[1]) < level
+
+
+@pytest.mark.parametrize("excess", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "won", "n"),
+    [
+        (5, 1, 40),
+        (7, 2, 50),
+        (3, 0, 30),
+        (2, 2, 45),
+        (9, 3, 60),
+        (4, 1, 90),
+        (1, 6, 33),
+        (8, 0, 80),
+    ],
+)
+def test_n_to_decide_by_brute_force(lost, won, n, excess):
+    """From this number on every number of prompts decides, and the one before does not."""
+    for margin, limit, level in ((0.05, 0.0, 0.005), (0.05, -0.05, 0.01), (0.05, None, 0.05)):
+        arguments = (margin, limit, level, excess)
+        result = n_to_decide(lost, won, n, *arguments)
+        decided = [decides(lost, won, n, count, *arguments) for count in range(n + 1, 1200)]
+        last_open = max((i for i, ok in enumerate(decided, n + 1) if not ok), default=n)
+        if last_open == 1199:
+            assert result is None or result > 1199
+        else:
+            assert result == last_open + 1
+
+
+def test_n_to_decide_where_a_larger_number_of_prompts_leaves_open_what_a_smaller_one_decides():
+    rule = (0.05, 0.0, 0.005, False)
+    assert decides(5, 1, 40, 120, *rule) and not decides(5, 1, 40, 121, *rule)
+    assert decides(7, 2, 50, 143, *rule) and not decides(7, 2, 50, 155, *rule)
+    assert n_to_decide(7, 2, 50, *rule) > 157
+    assert n_to_decide(2, 2, 40, 0.0, 0.0, 0.05) is None, "as many lost as won"
 
 
 def checks(**gates):

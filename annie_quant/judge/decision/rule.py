@@ -76,7 +76,6 @@ from annie_quant.judge.pairing import (
 LEAST_CHANGES = 5  # fewer changed answers give no exact p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound
 MARGIN = 0.05
-MOST_EXACT = 1000  # changed answers; with more, the number that would decide is found with the normal approximation
 POOLED_MARGIN = 0.02
 POOLED = "all"  # the pooled verdict's name among gates
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
@@ -291,10 +290,23 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
         gate.verdict = "undecided"
         gate.n_to_decide = math.ceil(gate.n * LEAST_ANSWERS / max(1, answers))
     elif gate.verdict == "undecided":
-        lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = stats.least_n(
-            lambda n: _decided(name, lost * n, won * n, n, level), gate.n
-        )
+        gate.n_to_decide = _n_to_decide(name, gate, level)
+
+
+def _n_to_decide(name: str, gate: PairedGate, level: float) -> int | None:
+    margin = GATES[name].margin
+    if is_two_sided(name):
+        changes = sorted((gate.lost, gate.won), reverse=True)
+        return stats.n_to_decide(*changes, gate.n, margin, None, level)
+    return stats.n_to_decide(
+        gate.lost,
+        gate.won,
+        gate.n,
+        margin or (MARGIN if gate.won else 0.0),
+        loss_limit(name),
+        level,
+        excess=compares_with_reference(name),
+    )
 
 
 def _two_sided(gate: PairedGate, margin: float) -> GateVerdict:
@@ -341,22 +353,6 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
     if _has_margin(name, gate):
         return low > -(GATES[name].margin or MARGIN) or loses
     return loses or (not gate.lost and gate.n >= LARGE_N)
-
-
-def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
-    """Whether n prompts with these counts would keep or lose."""
-    low, high = stats.score_interval(lost, won, n, CONFIDENCE)
-    if is_two_sided(name):
-        low, high, lost, won = min(low, -high), max(high, -low), max(lost, won), min(lost, won)
-    if low > -(GATES[name].margin or (MARGIN if won else 0.0)):
-        return True
-    if high >= loss_limit(name) and not is_two_sided(name):
-        return False
-    if compares_with_reference(name):
-        return stats.excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
-    if lost + won < MOST_EXACT:
-        return stats.mcnemar(int(lost), math.ceil(won)) < level
-    return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
 def _verdicts(gates: Gates, pooled: PooledGates | None) -> dict[str, GateVerdict]:

@@ -108,12 +108,10 @@ def write(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
     resume: bool = False,
-    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
 ) -> list[Path]:
     """Write the planned tensors into `folder` and return the paths of the shards.
 
     resume: keep shards that an earlier run completed (same header). They must be of the same source: see `staged`.
-    write_shards: writes the missing shards; None writes them here, one after the other.
     The index is written last. Raises DiskFull where the disk has not enough space.
     """
     folder = Path(folder)
@@ -123,11 +121,8 @@ def write(
     check_free_space(folder, sum(s.size_bytes for s in missing))
     total = sum(s.work_bytes for s in shards)
     done = ByteProgress(progress, total, done_before=total - sum(s.work_bytes for s in missing))
-    if write_shards is not None:
-        write_shards(folder, missing, done)
-    else:
-        for shard in missing:
-            write_shard(folder, shard, done)
+    for shard in missing:
+        write_shard(folder, shard, done)
     if len(shards) > 1:
         weight_map = {t.name: s.name for s in shards for t in s.items}
         total_size = sum(t.size_bytes for s in shards for t in s.items)

@@ -53,7 +53,6 @@ class QuantizeOptions:
         max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
             where it was measured, else gb10.
-        ray: direct: make the shards on this Ray cluster ("local" starts one here).
         seed: Same seed, same bytes.
         output: Folder of the new checkpoint.
         dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
@@ -73,7 +72,6 @@ class QuantizeOptions:
     min_tps: float | None = None
     max_loss: float | None = None
     device: str | None = None
-    ray: str | None = None
     seed: int = 0
     output: Path
     force: Force = False
@@ -131,7 +129,7 @@ def quantize(options: QuantizeOptions) -> None:
     quiet_engines()
     refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
     with console.task(f"quantize ({strategy})") as step:
-        settings = picked(options, *SETTINGS) | own | ({"ray": options.ray} if options.ray else {})
+        settings = picked(options, *SETTINGS) | own
         result = annie_quant.quantize.run(
             strategy, model, options.output, exclude=options.exclude_layers, report=step, **settings
         )

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -312,73 +311,8 @@ def test_a_kill_at_any_moment_leaves_a_right_output_or_none(source, tmp_path):
         assert resumed >= KILLS // 10  # some of the kills came during writing
 
 
-# -- several workers
-
-
-def start_cluster(nodes: int) -> tuple[object, list]:
-    """Start a Ray head without processors and `nodes` workers of one processor each, all on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    pytest.importorskip("ray", reason="the ray extra is not installed")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    return cluster, [cluster.add_node(num_cpus=1) for _ in range(nodes)]
-
-
-@pytest.fixture
-def ray_cluster():
-    cluster, nodes = start_cluster(2)
-    import ray
-
-    old = os.environ.get("PYTHONPATH")
-    ray.init(
-        address=cluster.address,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), old or ""])}},
-    )
-    yield cluster, nodes
-    ray.shutdown()
-    cluster.shutdown()
-
-
-def after(n: int, act: Callable[[], None]) -> Callable[[str], None]:
-    """Return a report function that calls `act` once, with the n-th line."""
-    lines = []
-
-    def report(line: str) -> None:
-        lines.append(line)
-        if len(lines) == n:
-            act()
-
-    return report
-
-
-def test_shards_on_a_cluster_with_a_killed_worker(source, tmp_path, ray_cluster):
-    cluster, nodes = ray_cluster
-    aq.quantize.run("direct", source, tmp_path / "alone", shard_size="1MB")
-    report = after(2, lambda: cluster.remove_node(nodes[0], allow_graceful=False))
-    aq.quantize.run(
-        "direct", source, tmp_path / "out", shard_size="1MB", ray=cluster.address, report=report
-    )
-    assert files(tmp_path / "out") == files(tmp_path / "alone")
-    assert {f.name for f in tmp_path.iterdir()} == {"out", "alone"}
-
-
-def test_a_missing_ray_cluster_is_one_line(source, tmp_path):
-    pytest.importorskip("ray", reason="the ray extra is not installed")
-    with pytest.raises(EnvironmentFault, match="no Ray cluster at") as caught:
-        aq.quantize.run("direct", source, tmp_path / "out", ray="127.0.0.1:1")
-    assert "ray start" in caught.value.hint
-
-
 def test_the_resume_key_has_what_changes_the_bytes(source, tmp_path):
-    """Every setting that changes the bytes is in the key; the cluster is not."""
+    """Every setting that changes the bytes is in the key."""
     job = Job(source, tmp_path, options=direct.DirectOptions(shard_size="1GB"))
     base = direct.resume_key(job)
-    assert (
-        direct.resume_key(replace(job, options=direct.DirectOptions(shard_size="1GB", ray="local")))
-        == base
-    )
     assert direct.resume_key(replace(job, scale="sweep")) != base

@@ -149,14 +149,11 @@ def test_compare_lists_the_worst_and_plots(checkpoints, tmp_path):
         (("--set", "shards=3"), 2, "shard_size"),
         (("--exclude-layers", "layers.9"), 2, "matches none"),
         (("--set", "input_scales=nowhere.json"), 2, "a JSON object"),
-        (("--ray", "127.0.0.1:1"), 3, "ray"),
     ],
 )
 def test_direct_refuses_in_one_line_and_leaves_no_files(
     checkpoints, tmp_path, words, code, expected
 ):
-    if "--ray" in words:
-        pytest.importorskip("ray", reason="the ray extra is not installed")
     done = run(
         "quantize",
         "--strategy",

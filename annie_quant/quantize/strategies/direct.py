@@ -2,17 +2,12 @@
 
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
 run resumes after its last complete shard.
-
-Shards can be tasks on a Ray cluster whose machines share the folders. If a worker dies, Ray gives its task to another one.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import socket
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +15,13 @@ import numpy as np
 
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import ShardPlan, source_key
-from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
+from annie_quant.checkpoint.writer import source_key
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import read_json
-from annie_quant.core.progress import ByteProgress, Progress
+from annie_quant.core.progress import Progress
 from annie_quant.models import short_name
 from annie_quant.quantize.formats import NVFP4, W4A16, choose
-from annie_quant.quantize.plan import Export, QuantizationPlan, export
+from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
 UNITS = {
@@ -38,8 +33,6 @@ UNITS = {
     "MIB": 1 << 20,
     "GIB": 1 << 30,
 }
-RETRIES = 5  # of a shard whose worker died
-CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,6 @@ class DirectOptions(StrategyOptions):
     shard_size: str = option("5GB", "size of the output's files: 500MB, 5GB")
     input_scales: str = option(
         "", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"
-    )
-    ray: str = option(
-        "", 'address of a Ray cluster that makes the shards ("local" starts one here)'
     )
 
 
@@ -76,95 +66,9 @@ def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
 
 
 def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:
-    """Write the shards here or on a cluster."""
     shard_bytes = parse_size(job.options.shard_size)
-    write_shards = partial(write_on_cluster, job, plan) if job.options.ray else None
-    write_tensors = partial(
-        writer.write,
-        shard_bytes=shard_bytes,
-        progress=progress,
-        resume=True,
-        write_shards=write_shards,
-    )
+    write_tensors = partial(writer.write, shard_bytes=shard_bytes, progress=progress, resume=True)
     export(ModelFolder(job.model), job.output, plan, write_tensors)
-
-
-def write_shard(job: Job[DirectOptions], plan: QuantizationPlan, name: str) -> None:
-    """Write one shard of the output by its name: what a worker of a cluster does."""
-    if not job.output.is_dir():
-        raise EnvironmentFault(
-            f"{job.output}: this worker does not have that folder",
-            "give folders that every machine shares",
-        )
-    shards = writer.layout(
-        Export(ModelFolder(job.model), plan).tensors(), parse_size(job.options.shard_size)
-    )
-    writer.write_shard(job.output, next(s for s in shards if s.name == name))
-
-
-def write_on_cluster(
-    job: Job[DirectOptions],
-    plan: QuantizationPlan,
-    folder: Path,
-    shards: list[ShardPlan],
-    progress: ByteProgress,
-) -> None:
-    """Write every shard as a task on the cluster at job.options.ray; "local" starts one."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = need("ray", "ray")
-    address = job.options.ray
-    started = not ray.is_initialized()
-    if started:
-        try:
-            connect(address)
-            ray.init(
-                address=None if address == "local" else address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise EnvironmentFault(
-                f"no Ray cluster at {address}: {(str(error) or type(error).__name__).splitlines()[0][:120]}",
-                "start one with `ray start --head`, or use --ray local",
-            ) from None
-    absolute, sent = (
-        replace(job, model=job.model.resolve(), output=job.output.resolve()),
-        ray.put(plan),
-    )
-    task = ray.remote(max_retries=RETRIES)(write_shard)
-    waiting = {task.remote(absolute, sent, shard.name): shard.work_bytes for shard in shards}
-    try:
-        while waiting:
-            done, _ = ray.wait(list(waiting))
-            for one in done:
-                ray.get(one)
-                progress.add(waiting.pop(one))
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        raise (
-            cause
-            if isinstance(cause, AnnieError | OSError)
-            else EnvironmentFault(
-                f"a Ray worker failed: {type(cause).__name__}: {str(cause).splitlines()[0][:120]}"
-            )
-        ) from None
-    except ray.exceptions.RayError as error:
-        raise EnvironmentFault(
-            f"Ray: {str(error).splitlines()[0][:160]}",
-            "run the same command again: finished shards are kept",
-        ) from None
-    finally:
-        for one in waiting:
-            ray.cancel(one)
-        if started:
-            ray.shutdown()
-
-
-def connect(address: str) -> None:
-    """Raise OSError where HOST:PORT does not listen; Ray itself would wait for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
 def resume_key(job: Job[DirectOptions]) -> dict[str, object]:
@@ -174,7 +78,7 @@ def resume_key(job: Job[DirectOptions]) -> dict[str, object]:
         "source": source_key(ModelFolder(job.model)),
         "exclude": job.exclude,
         "scale": job.scale,
-        "options": asdict(replace(job.options, ray="")),
+        "options": asdict(job.options),
         "inputs": repr(list(read_input_scales(file).items()) if file else []),
     }
 

@@ -17,7 +17,7 @@ from msgspec import UNSET
 import annie_quant
 from annie_quant.cli import options as opt
 from annie_quant.cli import tables
-from annie_quant.cli.terminal import console, emit, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.terminal import console, emit, quiet_engines
 from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Audit, Evaluation, TensorRow
@@ -253,13 +253,16 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     """
     quiet_engines()
     from annie_quant.checkpoint import decode_speed
-    from annie_quant.data.rows import read_conversations
+    from annie_quant.data.rows import check_calibration, read_conversations
     from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
 
-    refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
+    for note in check_calibration(
+        options.calib_data, options.persona, options.allow_prompt_mismatch
+    ):
+        console.note(note)
     job = EvaluationJob(
         workloads=resolve(options.persona, options.workloads),
         n_per_gate=options.n,

@@ -28,7 +28,7 @@ from annie_quant.cli.options import (
     picked,
 )
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
-from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.terminal import console, echo, emit, quiet_engines
 from annie_quant.core.errors import CheckpointError, UsageError
 
 
@@ -97,6 +97,7 @@ SETTINGS = (
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
     from annie_quant.checkpoint import ModelFolder, decode_speed
+    from annie_quant.data.rows import check_calibration
     from annie_quant.quantize import estimates
 
     strategy = options.strategy
@@ -127,7 +128,10 @@ def quantize(options: QuantizeOptions) -> None:
     if options.dry_run:
         return
     quiet_engines()
-    refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
+    for note in check_calibration(
+        options.calib_data, options.persona, options.allow_prompt_mismatch
+    ):
+        console.note(note)
     with console.task(f"quantize ({strategy})") as step:
         settings = picked(options, *SETTINGS) | own
         result = annie_quant.quantize.run(

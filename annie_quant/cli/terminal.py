@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -255,29 +254,6 @@ def quiet_engines() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def refuse_stale_prompt(
-    conversations: Path | None, allow: bool, persona: str | None = None
-) -> None:
-    """Refuse conversations with another system prompt than the served one; with `allow`, print a note instead.
-
-    Conversations whose form is invalid are named, with the command that lists them.
-    """
-    from annie_quant.data import check_prompt_hash, load_persona
-    from annie_quant.data.rows import form_report, read_rows
-
-    if conversations is None:
-        return
-    rows = read_rows(conversations)
-    message = check_prompt_hash(rows, persona, allow=allow)
-    if message:
-        console.note(message)
-    message = form_report(rows, load_persona(persona) if persona else None)
-    if message:
-        console.note(
-            f"{message} (annie-quant data --check --persona {persona or 'FILE'} --output {conversations})"
-        )
 
 
 # errno values, and texts that libraries use in exceptions of their own types.

@@ -557,3 +557,21 @@ def form_report(rows: Iterable[Row], persona: Persona | None = None) -> str | No
         return None
     most, n = counts.most_common(1)[0]
     return f"{counts.total()} of {len(found)} conversations break a rule of the row form, {n} of them: {most}"
+
+
+def check_calibration(
+    conversations: Path | None, persona: str | None = None, allow: bool = False
+) -> list[str]:
+    """Return notes about a file of conversations: rows whose form is invalid, and with `allow` a stale system prompt.
+
+    Raises UsageError for a system prompt other than the served one, unless `allow`.
+    """
+    if conversations is None:
+        return []
+    rows = read_rows(conversations)
+    notes = [check_prompt_hash(rows, persona, allow=allow)]
+    invalid = form_report(rows, load_persona(persona) if persona else None)
+    if invalid:
+        command = f"annie-quant data --check --persona {persona or 'FILE'} --output {conversations}"
+        notes.append(f"{invalid} ({command})")
+    return [note for note in notes if note]

@@ -183,7 +183,9 @@ def pack(
         )
     else:
         _check_out(out, shape, group)
-        out.tensor_scale, out.divisor, out.shape = multiplier, stored_divisor, x.shape
+        out.tensor_scale = multiplier
+        out.divisor = stored_divisor
+        out.shape = x.shape
     finite = _nvfp4.pack(
         as_bytes(x),
         kind,
@@ -436,7 +438,8 @@ def error(w: object, t: Tensor) -> dict[str, float]:
     rel_l2 is |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements beyond 6 steps.
     """
     x, _ = float_array(w, "w")
-    source, unpacked = x.astype(np.float32), unpack(t, "float32")
+    source = x.astype(np.float32)
+    unpacked = unpack(t, "float32")
     if source.shape != unpacked.shape:
         raise ValueError(f"w: shape {source.shape}, expected {unpacked.shape}")
     difference = source - unpacked
@@ -468,7 +471,8 @@ def _block_shapes(
 
 def _parts(t: Tensor) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Return codes and scales as contiguous bytes, and the shape, after a check that they fit together."""
-    codes, scales = byte_array(t.codes, "codes"), byte_array(t.block_scale, "block_scale")
+    codes = byte_array(t.codes, "codes")
+    scales = byte_array(t.block_scale, "block_scale")
     shape = tuple(int(n) for n in t.shape)
     expected = _block_shapes(shape, t.group, "tensor")
     if (codes.shape, scales.shape) != expected:

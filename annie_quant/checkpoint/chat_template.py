@@ -44,7 +44,8 @@ class ChatTemplate:
     """A tokenizer's chat template. where: names the checkpoint in messages."""
 
     def __init__(self, tokenizer: TemplateTokenizer, where: str) -> None:
-        self._tokenizer, self._where = tokenizer, where
+        self._tokenizer = tokenizer
+        self._where = where
 
     def render(
         self,

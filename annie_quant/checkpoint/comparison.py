@@ -159,20 +159,23 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> F
     result = FormComparison(str(source))
     for label, path in forms.items():
         if Path(path).is_file():
-            weights, size = gguf_weights(Path(path), original), gguf_size(Path(path))
+            weights = gguf_weights(Path(path), original)
+            size = gguf_size(Path(path))
         else:
             folder = ModelFolder(path)
-            weights, size = folder_weights(folder, original), folder_size(folder)
-        total, squared, norm = 0, 0.0, 0.0
+            weights = folder_weights(folder, original)
+            size = folder_size(folder)
+        total = 0
+        squared = 0.0
+        norm = 0.0
         for weight in weights:
             if weight.values.shape != weight.source.shape:
                 shapes = f"{list(weight.values.shape)} in {path}, {list(weight.source.shape)} in {source}"
                 raise CheckpointError(f"{weight.name}: {shapes}", "are they of one model?")
-            error, elements = rel_l2(weight.values, weight.source), weight.source.size
-            angle, bits = (
-                cosine(weight.values, weight.source),
-                round(8 * weight.size_bytes / elements, 3),
-            )
+            error = rel_l2(weight.values, weight.source)
+            elements = weight.source.size
+            angle = cosine(weight.values, weight.source)
+            bits = round(8 * weight.size_bytes / elements, 3)
             result.rows.append(
                 ComparedTensor(weight.name, label, weight.format, elements, error, angle, bits)
             )
@@ -182,14 +185,16 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> F
             raise CheckpointError(
                 f"{path}: none of its tensors is in {source}", "are they of one model?"
             )
-        whole, worst = (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
+        whole = (squared / norm) ** 0.5 if norm else 0.0
+        worst = result.worst(label, 1)[0].tensor
         result.summary[label] = FormSummary(size.bits_per_weight, whole, worst)
     return result
 
 
 def cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Return the cosine of the angle between two tensors; for zero tensors 1 where they are equal, else 0."""
-    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+    a = ours.astype(np.float64).ravel()
+    b = theirs.astype(np.float64).ravel()
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else float(not (a - b).any())
 
@@ -205,7 +210,8 @@ def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Compare
     linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
     for name in matrices(source):
         values = source.tensor(name).astype(np.float32)
-        if linear := linears.get(name):
+        linear = linears.get(name)
+        if linear:
             size = sum(folder.info(t).size_bytes for t in linear.tensors())
             yield ComparedWeight(name, linear.format, size, linear.dequantize(folder), values)
         elif plain := folder.find(name):
@@ -232,7 +238,8 @@ def gguf_values(
 ) -> Iterator[ComparedWeight]:
     """Yield those of a folder's tensors that a GGUF file has. read: returns the values of one of the names."""
     gguf = need("gguf", "serve")
-    layout, experts = Layout.of(source.family, read_settings(source)), source.family.experts
+    layout = Layout.of(source.family, read_settings(source))
+    experts = source.family.experts
     for name in names:
         stored = layout.name(name) or ""
         if stored not in tensors:
@@ -283,7 +290,8 @@ class FileContent(NamedTuple):
 def compare_file(checkpoint: Path, path: Path) -> FileContent:
     """Compare a GGUF file with the checkpoint that it was made from. Raises CheckpointError where one cannot be read."""
     model = dialects.read(ModelFolder(checkpoint))
-    folder, stored = model.folder, open_gguf(path)
+    folder = model.folder
+    stored = open_gguf(path)
     layout = Layout.of(folder.family, read_settings(folder))
     weights = {f"{name}.weight": linear for name, linear in model.linears.items()}
     names = [n for n in model.weights if layout.name(n) is not None]

@@ -132,7 +132,8 @@ def write_folder(
 
 def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     """Write a folder whose quantized linears are bf16 numbers, rounded from the values of their codes."""
-    folder, linears = model.folder, model.linears
+    folder = model.folder
+    linears = model.linears
 
     def numbers(linear: Linear) -> Iterator[np.ndarray]:
         weight = linear.dequantize(folder)
@@ -151,26 +152,27 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     ]
     target, size_bytes = write_folder(folder, plan, None, PLAIN, out)
     loss = [f"{len(linears)} quantized linears became bf16 numbers"]
-    if scales := sum(n.endswith(KV_ENDS) for n in folder):
+    scales = sum(n.endswith(KV_ENDS) for n in folder)
+    if scales:
         loss.append(f"{scales} KV scales were dropped")
     return Conversion(str(target), size_bytes, len(plan), loss)
 
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
-    folder, linears, config, dialect = (
-        model.folder,
-        model.linears,
-        model.config,
-        dialects.WRITTEN[to],
-    )
+    folder = model.folder
+    linears = model.linears
+    config = model.config
+    dialect = dialects.WRITTEN[to]
     for x in linears.values():
         if x.format == "fp8":
             x.check_fp8_scale(folder)
-    if blocks := next((x.name for x in linears.values() if x.block), None):
+    blocks = next((x.name for x in linears.values() if x.block), None)
+    if blocks:
         command = f"annie-quant convert {folder.path} --to {PLAIN}"
         raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)
-    if awq := next((x.pre_quant for x in linears.values() if x.pre_quant), None):
+    awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
+    if awq:
         hint = "make it plain NVFP4 first: annie-quant audit --repair"
         raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)
     groups = {x.group(folder) for x in model.nvfp4}
@@ -181,7 +183,8 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
         )
     kv_names = scales_to_keep(folder, config)
     plan = [t for x in linears.values() for t in dialect.tensors(x, folder)]
-    dropped, excluded = list[str](), set[str]()
+    dropped = list[str]()
+    excluded = set[str]()
     for name in model.unowned:
         layer = models.layer_of(name)
         if name.endswith(KV_ENDS):

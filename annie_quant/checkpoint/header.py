@@ -164,7 +164,9 @@ def _info(name: str, entry: object, data_start: int, file: str) -> TensorInfo:
         raise ShardError("invalid_header", f"{file}: {name[:120]!a} is not a tensor name")
     if not isinstance(entry, dict):
         raise invalid("the entry is not an object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    offsets = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise invalid(f"dtype {str(dtype)[:40]!r} is not known")
     if not isinstance(shape, list) or len(shape) > 8 or not all(_is_size(n) for n in shape):

@@ -40,11 +40,13 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
             raise
         return Audit(str(path), [finding_of(error)])
     folder = model.folder
-    if unread := settings.unread_method(model):
+    unread = settings.unread_method(model)
+    if unread:
         return Audit(str(path), [unread], AuditSummary(size_bytes=folder.weight_bytes))
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
-    rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
+    rows = [row for row, _ in inspected]
+    findings = [f for _, faults in inspected for f in faults]
     for check in (
         tensors.check_fused,
         completeness.check_experts,

@@ -122,12 +122,14 @@ class Linear:
         """Return whether an FP8 linear has one scale per row: shape [out] or [out, 1]."""
         if self.format != "fp8" or self.block_scale is None or self.block:
             return False
-        rows, shape = folder.info(self.weight).shape[:1], folder.info(self.block_scale).shape
+        rows = folder.info(self.weight).shape[:1]
+        shape = folder.info(self.block_scale).shape
         return shape in (rows, (*rows, 1)) and rows != (1,)
 
     def scale_grid(self, folder: ModelFolder) -> tuple[int, int]:
         """Return the numbers of blocks in the rows and columns of an FP8 weight; the last ones may be smaller."""
-        (rows, columns), block = self.shape(folder), self.block or (1, 1)
+        rows, columns = self.shape(folder)
+        block = self.block or (1, 1)
         return -(-rows // block[0]), -(-columns // block[1])
 
     def tensor_scale(self, folder: ModelFolder) -> TensorScale:
@@ -149,7 +151,8 @@ class Linear:
         """Return the codec's tensor of an NVFP4 linear."""
         scale = self.tensor_scale(folder)
         divisor = scale.value if scale.reciprocal else None
-        codes, block_scale = folder.tensor(self.weight), folder.tensor(self.block_scale or "")
+        codes = folder.tensor(self.weight)
+        block_scale = folder.tensor(self.block_scale or "")
         return nvfp4.Tensor(
             codes, block_scale, scale.multiplier, self.shape(folder), self.group(folder), divisor
         )

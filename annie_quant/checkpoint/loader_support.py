@@ -29,7 +29,8 @@ from annie_quant.documents.checkpoint import Loads
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-MIXED, W4A16 = "MIXED_PRECISION", "W4A16_NVFP4"
+MIXED = "MIXED_PRECISION"
+W4A16 = "W4A16_NVFP4"
 CONVERTED = {"llama.cpp"}  # servers that load a file that is made from the folder
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 
@@ -47,7 +48,8 @@ def is_awq(model: QuantizedFolder) -> bool:
 
 
 def vllm(model: QuantizedFolder) -> Rule:
-    folder, config = model.folder, model.config
+    folder = model.folder
+    config = model.config
     if is_awq(model):
         return "no", "NVFP4_AWQ is not loaded (#45333)"
     if (
@@ -139,7 +141,8 @@ def transformers(model: QuantizedFolder) -> Rule:
 
 
 def llama_cpp(model: QuantizedFolder) -> Rule:
-    folder, linears = model.folder, model.linears
+    folder = model.folder
+    linears = model.linears
     if any(x.pre_quant for x in linears.values()):
         return "no", "GGUF has no activation scales"
     try:
@@ -153,7 +156,8 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
         )
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
-    convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)
+    convert = "after `annie-quant convert --to gguf`"
+    columns = nvfp4_columns(model)
     if columns and not layout.names.computes_nvfp4(folder):
         return "after", f"{convert}, as 16-bit numbers: no NVFP4 in {layout.names.architecture}"
     if any(x.format == "fp8" for x in linears.values()):
@@ -254,6 +258,7 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
             name, row = never or max(
                 found.items(), key=lambda item: version_key(item[1].since or "")
             )
-            since, reason = row.since, f"{name}: {row.source}"
+            since = row.since
+            reason = f"{name}: {row.source}"
         result.append(LoadingVersions(server, since, reason, known.read))
     return result

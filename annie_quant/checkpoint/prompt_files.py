@@ -120,13 +120,12 @@ def _digest(path: Path) -> str:
 
 
 def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
-    own, expected = (
-        shards.read_object(folder / shards.TOKENIZER),
-        shards.read_object(source / shards.TOKENIZER),
-    )
+    own = shards.read_object(folder / shards.TOKENIZER)
+    expected = shards.read_object(source / shards.TOKENIZER)
     if own is None or expected is None:
         return
-    flags, known = added_tokens(own), added_tokens(expected)
+    flags = added_tokens(own)
+    known = added_tokens(expected)
     problems = [
         _difference("ids of tokens", vocabulary(own), vocabulary(expected)),
         _difference("merges", merges(own), merges(expected)),
@@ -240,7 +239,8 @@ class _Tokenizer:
 
 
 def _template(folder: Path, source: Path) -> Iterator[Finding]:
-    own, expected = _Tokenizer(folder), _Tokenizer(source)
+    own = _Tokenizer(folder)
+    expected = _Tokenizer(source)
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:

@@ -117,7 +117,8 @@ class Diagnosis:
 
 def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
     """Return the linears to change, by the findings of an audit. Raises UsageError where the source is needed and not given."""
-    quantized, family = model.linears, model.folder.family
+    quantized = model.linears
+    family = model.folder.family
     faulty, modules = faulty_modules(model, audit)
     group = group_size(model, faulty)
     if source is None:
@@ -174,7 +175,8 @@ def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[
         for n in folder
         if n.endswith(".weight") and folder.info(n).dtype == "U8"
     }
-    modules, faulty = set(model.linears) | scales | codes, set[str]()
+    modules = set(model.linears) | scales | codes
+    faulty = set[str]()
     groups = folder.family.fused_groups(modules | set(plain_linears(folder)))
     for finding in audit.findings:
         if finding.code.startswith(UNRELATED):
@@ -229,8 +231,10 @@ class _RepairPlanner:
         return self.optional_source
 
     def plan(self) -> RepairPlan:
-        modules, source = self.diagnosis.modules, self.optional_source
-        scales, inputs = self.tensor_scales(), self.input_scales()
+        modules = self.diagnosis.modules
+        source = self.optional_source
+        scales = self.tensor_scales()
+        inputs = self.input_scales()
         tensors = [
             t for m in sorted(modules) for t in self.linear_tensors(m, scales.get(m), inputs.get(m))
         ]
@@ -355,7 +359,8 @@ class _RepairPlanner:
         """Return the source's names of the MTP head's and the vision tower's tensors that the copy takes from it."""
         if self.optional_source is None:
             return []
-        lost, restored = missing_tensors(self.folder, self.source), sorted(self.diagnosis.restored)
+        lost = missing_tensors(self.folder, self.source)
+        restored = sorted(self.diagnosis.restored)
         self.actions.extend(describe_lost(self.folder, lost))
         self.actions.extend(f"{module}: taken from the source, in 16 bits" for module in restored)
         return lost + [f"{module}.weight" for module in restored]
@@ -388,7 +393,8 @@ class _RepairPlanner:
                     module, (rows, columns), weight, lambda: scale, input_scale
                 )
             pack = partial(self.pack, name, scale)
-        group, final_scale = diagnosis.group, scale
+        group = diagnosis.group
+        final_scale = scale
         return modelopt.nvfp4_tensors(
             module, (rows, columns), pack, lambda: final_scale, group, input_scale=input_scale
         )
@@ -440,10 +446,8 @@ class _RepairPlanner:
         at_fault = any(f.tensor == name for f in self.audit.findings)
         if not at_fault and models.layer_of(name) not in self.diagnosis.folded:
             return False
-        ours, theirs = (
-            source_checks.float32(self.folder, name),
-            source_checks.float32(self.source, original),
-        )
+        ours = source_checks.float32(self.folder, name)
+        theirs = source_checks.float32(self.source, original)
         return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
 
 
@@ -524,7 +528,8 @@ def repair(
         if output
         else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     )
-    model, original = dialects.read(folder), ModelFolder(source) if source else None
+    model = dialects.read(folder)
+    original = ModelFolder(source) if source else None
     is_modelopt = model.dialect is modelopt and bool(model.linears)
     if is_modelopt:
         check_algorithm(model)
@@ -587,7 +592,8 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
     """
     try:
         folder = ModelFolder(audit.path)
-        dialect, quantized = dialects.of(folder), bool(dialects.linears(folder))
+        dialect = dialects.of(folder)
+        quantized = bool(dialects.linears(folder))
     except ShardError:
         return None
     path = shlex.quote(audit.path)

@@ -78,7 +78,8 @@ def check_names(folder: ModelFolder) -> Iterator[Finding]:
     multimodal = tensors_multimodal(folder)
     if multimodal is not None and multimodal != (form is family.multimodal):
         prefixes = (TEXT_PREFIX, MULTIMODAL_PREFIX)
-        expected, got = prefixes[not multimodal], prefixes[multimodal]
+        expected = prefixes[not multimodal]
+        got = prefixes[multimodal]
         problem = f"{form.class_name} expects {expected}layers…, and the tensors are {got}layers…"
         yield fault("prefix_disagrees", decoder_tensors(folder)[0], problem)
 
@@ -130,21 +131,21 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
         raise UsageError(
             f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}"
         )
-    named, family = named_form(folder), folder.family
+    named = named_form(folder)
+    family = folder.family
     if style and named is None:
         message = f"{folder.path}: config.json names no class of a family with two forms"
         raise CheckpointError(message, "expected architectures such as Qwen3_5ForCausalLM")
-    multimodal, model_type = is_multimodal(folder), folder.config.get("model_type")
+    multimodal = is_multimodal(folder)
+    model_type = folder.config.get("model_type")
     if style == "old" or (style == "new" and any(family.in_vision(n) for n in folder)):
         multimodal = True
     elif style == "new":
         multimodal = False
     elif named and model_type in named[0].model_types and model_type != named[1].model_type:
         multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
-    config, actions = (
-        {k: v for k, v in folder.config.items() if k != "quantization_config"},
-        list[str](),
-    )
+    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    actions = list[str]()
     forms = named[0].forms if named else ()
     if forms:
         if any(family.in_form(n, multimodal) != n for n in folder):
@@ -161,7 +162,9 @@ def config_in_form(
     config: JsonObject, forms: tuple[Form, ...], multimodal: bool, source: ModelFolder | None
 ) -> tuple[JsonObject, list[str]]:
     """Return config.json in the form of the copy, and what was changed."""
-    actions, text, form = list[str](), forms[0], forms[multimodal]
+    actions = list[str]()
+    text = forms[0]
+    form = forms[multimodal]
     old = {field: config.get(field) for field in ("model_type", "architectures")}
     inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     if multimodal and inner is None:
@@ -185,7 +188,8 @@ def renamed_files(
     folder: ModelFolder, multimodal: bool, style: str | None, source: ModelFolder | None
 ) -> tuple[dict[str, JsonObject], list[str]]:
     """Return the files with renamed classes, and the processor's settings that a multimodal form needs."""
-    files, actions = dict[str, JsonObject](), list[str]()
+    files = dict[str, JsonObject]()
+    actions = list[str]()
     if multimodal and not (folder.path / PREPROCESSOR).exists():
         original = source.json(PREPROCESSOR) if source else None
         files[PREPROCESSOR] = original or dict(folder.family.preprocessor_stub)

@@ -73,10 +73,8 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            kind, hint = (
-                ("a file" if self.path.exists() else "not there"),
-                "give a checkpoint's folder",
-            )
+            kind = "a file" if self.path.exists() else "not there"
+            hint = "give a checkpoint's folder"
             if self.path.suffix == ".gguf":
                 hint = f"convert it: annie-quant convert {self.path} --to hf"
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
@@ -112,12 +110,14 @@ class ModelFolder:
     @functools.cached_property
     def _merged(self) -> dict[str, dict[str, TensorInfo]]:
         """Name of a merged tensor of experts without ".weight" → the linears of single experts in it, in its order."""
-        experts, merged = self.family.experts, dict[str, dict[str, TensorInfo]]()
+        experts = self.family.experts
+        merged = dict[str, dict[str, TensorInfo]]()
         for name, info in self.tensors.items() if experts else ():
             part = experts.merged_part(name) if experts else None
             if not experts or not part or len(info.shape) != 3 or not info.elements:
                 continue
-            layer, linears = part[0], experts.merged[part[1]]
+            layer = part[0]
+            linears = experts.merged[part[1]]
             count, rows, columns = info.shape
             if (
                 rows % len(linears)
@@ -125,7 +125,8 @@ class ModelFolder:
                 or info.dtype not in ("BF16", "F16", "F32")
             ):
                 continue
-            size, shape = info.size_bytes // (count * len(linears)), (rows // len(linears), columns)
+            size = info.size_bytes // (count * len(linears))
+            shape = (rows // len(linears), columns)
             numbered = (
                 f"{layer}.{experts.module}.{number}.{linear}.weight"
                 for number in range(count)
@@ -237,7 +238,8 @@ class ModelFolder:
     @property
     def text_config(self) -> JsonObject:
         """The language model's settings of config.json: those of `text_config` where there is one."""
-        merged, experts = text_settings(self.config), self.family.experts
+        merged = text_settings(self.config)
+        experts = self.family.experts
         return experts.with_count(merged) if experts else merged
 
     @functools.cached_property
@@ -350,7 +352,8 @@ def text_settings(config: JsonObject) -> JsonObject:
 
 def inside(folder: Path, path: Path) -> Path:
     """Return `path`, or raise ShardError where it is a link that leaves the folder (other than to a hub cache's blobs)."""
-    real, home = path.resolve(), folder.resolve()
+    real = path.resolve()
+    home = folder.resolve()
     if real.parent != home and real.parent != home.parent.parent / "blobs":
         raise ShardError(
             "path_escapes",

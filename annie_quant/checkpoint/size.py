@@ -87,7 +87,8 @@ def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None
 
     bytes_of: tensor name → bytes, where they are not those on disk.
     """
-    family, tied = folder.family, is_tied(folder)
+    family = folder.family
+    tied = is_tied(folder)
     experts = family.experts
     share = experts.active_share(folder.text_config) if experts else 1.0
     read = 0.0

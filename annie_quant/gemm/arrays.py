@@ -86,7 +86,8 @@ class View:
 
 
 def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= size
@@ -177,7 +178,8 @@ class DeviceArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: int | None = None) -> None:
         module = native()
-        self.shape, self.dtype = tuple(int(s) for s in shape), dtype
+        self.shape = tuple(int(s) for s in shape)
+        self.dtype = dtype
         self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * SIZES[dtype]
         self.stream: int | None = None
         with CurrentDevice(device):

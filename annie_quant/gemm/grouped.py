@@ -151,12 +151,16 @@ def write(
     import torch
 
     sorted_pairs, tile_experts, padded, top_k, tile_tokens = routing
-    device, kind = x.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
+    device = x.device.index
+    kind = {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
     if kind is None or x.dim() != 2 or not x.is_cuda:
         raise UsageError(
             f"x is {x.dtype} {list(x.shape)} on {x.device}; expected float16 or bfloat16 [tokens, K] on a GPU"
         )
-    pairs, k, experts, n = x.shape[0] * top_k, x.shape[1], packed.shape[0], out.shape[-1]
+    pairs = x.shape[0] * top_k
+    k = x.shape[1]
+    experts = packed.shape[0]
+    n = out.shape[-1]
     tiles = tile_experts.numel()
     check_operands(out, x, packed, scales, top_k)
     check_alignment(sorted_pairs, tile_experts, padded, tile_tokens, x.device)
@@ -199,10 +203,8 @@ def check_operands(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, top_k
     torch_op.check_operand(
         "out", out, x.dtype, x.device, x.shape[0] * top_k * out.shape[1], align=4
     )
-    start, last = (
-        x.data_ptr(),
-        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)),
-    )
+    start = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     if (
         start < out.data_ptr() + out.nbytes
         and out.data_ptr() < start + (last + 1) * x.element_size()

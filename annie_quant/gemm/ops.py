@@ -31,7 +31,9 @@ Out = TypeVar("Out", DeviceArray, View, "torch.Tensor")
 GROUP = 16
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}
-_BAD_PLAN, _NO_NATIVE = -3, -2  # as AQ_GEMM_* in csrc/gemm/gemm.h
+# as AQ_GEMM_* in csrc/gemm/gemm.h
+_BAD_PLAN = -3
+_NO_NATIVE = -2
 
 
 def _positive(value: float, name: str) -> float:
@@ -90,7 +92,8 @@ def _codes_and_scales(
     codes: CudaArray, block_scale: CudaArray, name: str
 ) -> tuple[View, View, int, int]:
     c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
-    n, k = c.shape[0], c.shape[1] * 2
+    n = c.shape[0]
+    k = c.shape[1] * 2
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(
             f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}"
@@ -135,7 +138,8 @@ class Weight:
         c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "")
         self.tensor_scale = _positive(tensor_scale, "tensor_scale")
         self.device = _same_device({"codes": c, "block_scale": s})
-        module, on = native(), launch_stream((c, s), stream)
+        module = native()
+        on = launch_stream((c, s), stream)
         size = module.packed_bytes(self.n, self.k)
         self.packed = DeviceArray((size,), "uint8", self.device) if memory is None else memory
         to = view(self.packed, "memory")
@@ -226,12 +230,16 @@ def w4a16(
     if m == 0:
         return result
     plan = plan or weight.plan(m, path)
-    views, written, memory, size = [xv, ov], {"out": ov}, 0, 0
+    views = [xv, ov]
+    written = {"out": ov}
+    memory = 0
+    size = 0
     if workspace is not None:
         ws = _workspace(workspace)
         views.append(ws)
         written["workspace"] = ws
-        memory, size = ws.ptr, math.prod(ws.shape)
+        memory = ws.ptr
+        size = math.prod(ws.shape)
     _disjoint(written, {"x": xv, "weight": packed})
     on = launch_stream(views, stream)
     module = native()
@@ -311,7 +319,8 @@ def w4a4(
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
     _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
-    module, out_type = native(), CODES[ov.dtype]
+    module = native()
+    out_type = CODES[ov.dtype]
     try:
         with CurrentDevice(device):
             module.w4a4(

@@ -37,7 +37,8 @@ def e2m1(codes: np.ndarray) -> np.ndarray:
 def e4m3(scales: np.ndarray) -> np.ndarray:
     """Return E4M3FN bytes (uint8 or float8_e4m3fn) as float64; 0x7F and 0xFF are NaN."""
     b = np.ascontiguousarray(scales).view(np.uint8).astype(np.int64)
-    e, m = b >> 3 & 15, b & 7
+    e = b >> 3 & 15
+    m = b & 7
     value = np.where(e > 0, (8 + m) * 2.0 ** (e - 10), m * 2.0**-9)
     value = np.where((e == 15) & (m == 7), np.nan, value)
     return np.where(b & 128, -value, value)
@@ -137,7 +138,9 @@ def worst_error(
     """
     import torch
 
-    n, k, device = codes.shape[0], codes.shape[1] * 2, codes.device
+    n = codes.shape[0]
+    k = codes.shape[1] * 2
+    device = codes.device
     generator = torch.Generator(device).manual_seed(n * 31 + k)
     x = torch.randn(max(TOKENS), k, generator=generator, device=device).to(dtype)
     results = {m: torch.ops.annie_quant.nvfp4_linear(x[:m], *weight) for m in TOKENS}
@@ -148,7 +151,8 @@ def worst_error(
     for start in range(0, n, step):
         span = slice(start, start + step)
         w = dequantize_in_torch(codes[span], block_scale[span], tensor_scale)
-        exact, magnitude = inputs @ w.t(), sizes @ w.abs().t()
+        exact = inputs @ w.t()
+        magnitude = sizes @ w.abs().t()
         worst = max(
             worst,
             *(
@@ -178,7 +182,8 @@ def worst_experts_error(
 
     from annie_quant.gemm import grouped
 
-    (experts, n, half), device = codes.shape, codes.device
+    experts, n, half = codes.shape
+    device = codes.device
     k = 2 * half
     generator = torch.Generator(device).manual_seed(n * 31 + k)
     runs = []

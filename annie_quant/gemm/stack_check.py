@@ -106,10 +106,8 @@ class GemmCase:
 
     def exact(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the float64 product and the product of the magnitudes."""
-        left, right = (
-            oracle.dequantize(self.a, self.a_scale),
-            oracle.dequantize(self.w, self.w_scale),
-        )
+        left = oracle.dequantize(self.a, self.a_scale)
+        right = oracle.dequantize(self.w, self.w_scale)
         exact, magnitude = oracle.linear(left, right)
         return exact * self.alpha, magnitude * self.alpha
 
@@ -138,7 +136,8 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
 
     One wrong case makes the backend wrong whatever the others give: an error is visible to a user, a wrong result is not.
     """
-    rows, verdict = [], "right"
+    rows = []
+    verdict = "right"
     cause = remedy = ""
     for case in only or cases():
         try:
@@ -150,22 +149,18 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
             worst = oracle.worst(result, exact, limit)
             rows.append(CaseResult(case.name, worst <= 1, worst))
             if worst > 1:
-                verdict, cause, remedy = (
-                    "wrong",
-                    known_failures.WRONG_RESULT.cause,
-                    known_failures.WRONG_RESULT.fix,
-                )
+                verdict = "wrong"
+                cause = known_failures.WRONG_RESULT.cause
+                remedy = known_failures.WRONG_RESULT.fix
         except Exception as error:
             rows.append(
                 CaseResult(case.name, False, error=f"{type(error).__name__}: {error}"[:300])
             )
             if verdict == "right":
                 known = known_failures.find_failure(str(error))
-                verdict, cause, remedy = (
-                    "failed",
-                    known.cause if known else "",
-                    known.fix if known else "",
-                )
+                verdict = "failed"
+                cause = known.cause if known else ""
+                remedy = known.fix if known else ""
     return BackendResult(
         name, verdict, cause, remedy, rows, max((r.worst or 0.0 for r in rows), default=0.0)
     )
@@ -174,7 +169,8 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
 def swizzled(scales: np.ndarray) -> np.ndarray:
     """Return scale bytes in the 128x4 tile order of CUTLASS and cuBLASLt, rows padded to 128 and columns to 4 with zeros."""
     rows, cols = scales.shape
-    m, c = -(-rows // 128) * 128, -(-cols // 4) * 4
+    m = -(-rows // 128) * 128
+    c = -(-cols // 4) * 4
     padded = np.zeros((m, c), np.uint8)
     padded[:rows, :cols] = scales
     return np.ascontiguousarray(
@@ -243,11 +239,9 @@ def _torch() -> Iterator[Backend]:
 
 
 def _vllm() -> Iterator[Backend]:
-    cutlass, marlin, ours = (
-        "vllm cutlass_scaled_fp4_mm",
-        "vllm marlin (W4A16)",
-        "vllm annie_quant (W4A16)",
-    )
+    cutlass = "vllm cutlass_scaled_fp4_mm"
+    marlin = "vllm marlin (W4A16)"
+    ours = "vllm annie_quant (W4A16)"
     try:
         from vllm import _custom_ops as ops
     except Exception as error:
@@ -314,10 +308,8 @@ def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
         np.ones(1, np.float32)
     )  # alpha is applied last in float64: older versions round it to bf16
     setattr(layer, name, torch.nn.Parameter(one, requires_grad=False))
-    layer.output_size_per_partition, layer.input_size_per_partition = (
-        case.w.shape[0],
-        case.w.shape[1] * 2,
-    )
+    layer.output_size_per_partition = case.w.shape[0]
+    layer.input_size_per_partition = case.w.shape[1] * 2
     layer.params_dtype = torch.bfloat16
     utils.prepare_fp4_layer_for_marlin(layer)
     x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(
@@ -413,7 +405,8 @@ def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
         process = run_module("annie_quant.gemm.stack_check", stack, name, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return _failed(name, f"no result within {timeout_s:.0f} s", "")
-    if (result := last_json_line(process.stdout)) is not None:
+    result = last_json_line(process.stdout)
+    if result is not None:
         return _backend_result(json.loads(result))
     code = process.returncode
     end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -510,7 +503,8 @@ def examine_container(target: str, stack: str, timeout_s: float = 1800.0) -> Sta
         raise EnvironmentFault(
             f"{target} gave no result within {timeout_s:.0f} s", "docker logs"
         ) from error
-    if (result := last_json_line(process.stdout)) is not None:
+    result = last_json_line(process.stdout)
+    if result is not None:
         return replace(StackResult.from_dict(json.loads(result)), container=target)
     output = (process.stderr or process.stdout).strip().splitlines()
     last = output[-1] if output else f"exit code {process.returncode} without output"

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _libraries: list[torch.library.Library] = []  # the operator exists as long as its library
 
-F16, BF16 = CODES["float16"], CODES["bfloat16"]
+F16 = CODES["float16"]
+BF16 = CODES["bfloat16"]
 Operator = Callable[..., "Tensor | None"]
 SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
@@ -86,7 +87,9 @@ def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
     """Return x [..., K] times the transpose of the packed weight [n, K], [..., n] in x's dtype (bfloat16 or float16)."""
     import torch
 
-    module, device, k = native(), packed.device.index, x.shape[-1]
+    module = native()
+    device = packed.device.index
+    k = x.shape[-1]
     kind = BF16 if x.dtype is torch.bfloat16 else F16 if x.dtype is torch.float16 else None
     if kind is None or x.device != packed.device or not x.is_cuda:
         raise UsageError(
@@ -94,7 +97,8 @@ def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
         )
     check_operand("packed", packed, torch.uint8, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, k)
-    m, ldx = rows.shape[0], rows.stride(0)
+    m = rows.shape[0]
+    ldx = rows.stride(0)
     if m == 1:
         ldx = k
     if rows.stride(1) != 1 or ldx % 8 or ldx < k or rows.data_ptr() % 16:

@@ -55,7 +55,8 @@ def validate(stack: str | None = None) -> Validation:
     """Check all kernels on GPU 0. stack: also those of an installed serving stack: torch, vllm, flashinfer or all."""
     need_device()
     info = native().device_info(0)
-    has_native, hopper = fp4_native(), info["major"] == 9
+    has_native = fp4_native()
+    hopper = info["major"] == 9
     result = Validation(
         device={
             "name": info["name"],
@@ -156,7 +157,8 @@ def _w4a16(hopper: bool) -> Iterator[Check]:
 def _repeats() -> Iterator[Check]:
     for m in (1, 16, 64):
         x, codes, scales, ts = _case(m, 2048, 4096)
-        weight, xd = Weight(to_device(codes), to_device(scales), ts), to_device(x)
+        weight = Weight(to_device(codes), to_device(scales), ts)
+        xd = to_device(x)
         runs = [w4a16(xd, weight, _poisoned(m, 2048)).host() for _ in range(5)]
         same = all(bool((r == runs[0]).all()) for r in runs)
         yield Check(f"W4A16 M={m} repeats to the bit", same, "5 runs")
@@ -238,7 +240,8 @@ def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]
 
 def largest_need(limits: Limits) -> int:
     """Return the most shared memory per block of the plans for a 9B's products. Raises CudaError where a product has none."""
-    module, most = native(), 0
+    module = native()
+    most = 0
     for n, k in SHAPES:
         for m in TOKENS:
             path, fields = module.plan(m, n, k, "auto", limits)

@@ -29,11 +29,10 @@ from annie_quant.models import Experts
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-EMBEDDING, NORM, HEAD = (
-    "embed_tokens",
-    "norm",
-    "lm_head",
-)  # outside of the layers; NORM is the last norm
+# outside of the layers; NORM is the last norm
+EMBEDDING = "embed_tokens"
+NORM = "norm"
+HEAD = "lm_head"
 MAX_LAYERS = 10_000
 # Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model computes itself.
 OPTIONAL = (
@@ -71,7 +70,8 @@ def check_unlisted(folder: ModelFolder) -> Iterator[Finding]:
 
 def decoder_layers(model: QuantizedFolder) -> dict[int, set[str]]:
     """Return the decoder's layers by number, each with the names of its modules inside the layer."""
-    family, layers = model.folder.family, defaultdict[int, set[str]](set)
+    family = model.folder.family
+    layers = defaultdict[int, set[str]](set)
     for name in [*model.unowned, *(f"{n}.weight" for n in model.linears)]:
         number = models.short_name(models.layer_of(name)).removeprefix("layers.")
         if family.in_decoder(name) and number.isdecimal() and not name.endswith(OPTIONAL):
@@ -81,7 +81,8 @@ def decoder_layers(model: QuantizedFolder) -> dict[int, set[str]]:
 
 def module_in_layer(family: models.Family, name: str) -> str:
     """Return the module of a tensor inside its layer; the experts, merged or single, are one."""
-    inside, experts = models.in_layer(name), family.experts
+    inside = models.in_layer(name)
+    experts = family.experts
     if experts and inside.startswith(f"{experts.module}."):
         return experts.module
     for end in (".weight_packed", ".weight_scale_inv", ".weight"):
@@ -97,14 +98,17 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
         yield fault("config_unreadable", "config.json", problem)
     prefix = next((n.rpartition(".")[0] for n in map(models.layer_of, folder) if n), "")
     if layers and type(count) is int and 0 < count < MAX_LAYERS:
-        if missing := sorted(set(range(count)) - set(layers)):
+        missing = sorted(set(range(count)) - set(layers))
+        if missing:
             problem = f"no tensor of this layer, and of {len(missing)} of the {count} layers that config.json counts"
             yield fault("decoder_incomplete", f"{prefix}.{missing[0]}", problem)
-        if extra := sorted(set(layers) - set(range(count))):
+        extra = sorted(set(layers) - set(range(count)))
+        if extra:
             yield fault(
                 "decoder_incomplete", f"{prefix}.{extra[0]}", f"config.json counts {count} layers"
             )
-    experts, deltanet = folder.family.experts, folder.family.deltanet
+    experts = folder.family.experts
+    deltanet = folder.family.deltanet
     kinds: dict[tuple[bool, bool, bool], dict[int, set[str]]] = defaultdict(dict)
     for number, modules in layers.items():
         attention = any(models.is_attention(f"{prefix}.{number}.{module}") for module in modules)
@@ -147,14 +151,16 @@ def check_outside(folder: ModelFolder) -> Iterator[Finding]:
 
 def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
     """Check that each tensor of the source's decoder is there, in its own or in a quantized form."""
-    experts, tied = folder.family.experts, may_be_tied(folder)
+    experts = folder.family.experts
+    tied = may_be_tied(folder)
 
     def is_expected(name: str) -> bool:
         optional = name.endswith(OPTIONAL) or (tied and models.short_name(name).startswith(HEAD))
         routed = experts is not None and models.in_layer(name).startswith(f"{experts.module}.")
         return not (optional or routed or source.family.is_auxiliary(name))
 
-    if lost := [name for name in source if is_expected(name) and is_missing(folder, name)]:
+    lost = [name for name in source if is_expected(name) and is_missing(folder, name)]
+    if lost:
         yield fault(
             "decoder_incomplete", lost[0], f"missing, as {len(lost)} tensors of the source are"
         )
@@ -198,7 +204,8 @@ def missing_tensors(folder: ModelFolder, source: ModelFolder) -> list[str]:
 
 def describe_mtp(model: QuantizedFolder) -> str | None:
     """Return the head's number of weights per format ("15 BF16"), "missing", or None for a model without a head."""
-    folder, names = model.folder, mtp_tensors(model.folder)
+    folder = model.folder
+    names = mtp_tensors(model.folder)
     if not names:
         return "missing" if mtp_layers(folder) else None
     quantized = [x for m, x in model.linears.items() if folder.family.in_mtp(m)]
@@ -216,7 +223,8 @@ def mtp_layers(folder: ModelFolder) -> int:
 
 def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Iterator[Finding]:
     """Check that the MTP head is there, not in NVFP4 and fits the model, and with a source that nothing was lost."""
-    folder, layers = model.folder, mtp_layers(model.folder)
+    folder = model.folder
+    layers = mtp_layers(model.folder)
     lost = [] if source is None else list(check_lost(folder, source))
     yield from lost
     mtp_lost = any(f.code == "mtp_missing" for f in lost)
@@ -225,7 +233,8 @@ def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Itera
     elif layers and not mtp_lost:
         head = f"there is no {folder.family.mtp}* tensor (audit --repair --source)"
         yield fault("mtp_missing", "config.json", f"mtp_num_hidden_layers is {layers} and {head}")
-    if quantized := sorted(x.name for x in model.nvfp4 if folder.family.in_mtp(x.name)):
+    quantized = sorted(x.name for x in model.nvfp4 if folder.family.in_mtp(x.name))
+    if quantized:
         problem = f"{len(quantized)} linears of the MTP head are in NVFP4; drafts of such a head are not accepted"
         yield fault("mtp_quantized", quantized[0], problem)
 
@@ -258,7 +267,8 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
 
     complete: do not report missing tensors: none is expected, or a missing one was reported.
     """
-    folder, family = model.folder, model.folder.family
+    folder = model.folder
+    family = model.folder.family
     hidden = folder.text_config.get("hidden_size")
     for end, factors in family.mtp_shapes.items():
         name = f"{family.mtp}{end}"
@@ -278,7 +288,8 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
     if not complete:
         yield from check_mtp_layers(folder, set(decoder))
     for name in mtp_tensors(folder):
-        shapes, shape = decoder.get(models.in_layer(name)), shape_of(model, name)
+        shapes = decoder.get(models.in_layer(name))
+        shape = shape_of(model, name)
         if shapes and shape and shape not in shapes:
             yield fault(
                 "mtp_shape",
@@ -292,10 +303,12 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
 
     decoder: names, inside a decoder layer, of the tensors that stand for weights.
     """
-    family, experts = folder.family, folder.family.experts
+    family = folder.family
+    experts = folder.family.experts
     inside: dict[str, set[str]] = defaultdict(set)
     for name in mtp_tensors(folder):
-        if layer := models.layer_of(name):
+        layer = models.layer_of(name)
+        if layer:
             inside[layer].add(module_in_layer(family, name))
     names = {n: f"model.layers.0.{n}" for n in decoder}
     expected = {
@@ -315,7 +328,8 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
 
 def shape_of(model: QuantizedFolder, name: str) -> tuple[int, ...] | None:
     """Return the shape of the weight that a tensor stands for, or None for a tensor of a quantizer."""
-    module, linears = name.removesuffix(".weight"), model.linears
+    module = name.removesuffix(".weight")
+    linears = model.linears
     if module in linears and name.endswith(".weight"):
         try:
             return linears[module].shape(model.folder)
@@ -340,7 +354,8 @@ SCALES = ("_weight_scale", "_scale", ".weight_scale", "_scale_inv")
 
 def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
     """Check the experts of every layer. Yields nothing for a dense model."""
-    folder, experts = model.folder, model.folder.family.experts
+    folder = model.folder
+    experts = model.folder.family.experts
     if experts is None:
         return
     weights: dict[str, list[str]] = defaultdict(list)  # layer → names of single experts' weights
@@ -461,27 +476,24 @@ def check_merged(
     model: QuantizedFolder, name: str, base: str, expected: object
 ) -> Iterator[Finding]:
     """Check merged experts: their number, their scales where they are packed, and that plain ones are excluded."""
-    folder, config = model.folder, model.config
+    folder = model.folder
+    config = model.config
     info = folder.info(name)
     if isinstance(expected, int) and info.shape[0] != expected:
         yield fault(
             "expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}"
         )
     if info.dtype in PACKED:
-        scale, about, problem = (
-            next((base + end for end in SCALES if base + end in folder), None),
-            name,
-            "",
-        )
+        scale = next((base + end for end in SCALES if base + end in folder), None)
+        about = name
+        problem = ""
         if scale is None:
             problem = f"{info.dtype} codes of all experts, and their scales are missing"
         elif scale.endswith("_weight_scale") and info.dtype == "U8" and f"{scale}_2" not in folder:
             problem = f"{info.dtype} codes, and {scale}_2 is missing"
         elif folder.info(scale).shape[:1] != info.shape[:1]:
-            about, problem = (
-                scale,
-                f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts",
-            )
+            about = scale
+            problem = f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts"
         if problem:
             yield fault("expert_scales_missing", about, problem)
         return

@@ -65,7 +65,8 @@ class Fit:
     def dependence(self) -> float:
         """Return the slope of log(column) over log(scale); 0 where scales or rounding do not allow to measure it."""
         certain = (self.allowed < CERTAIN) & (self.columns > 0) & (self.scales > 0)
-        x, y = np.log(self.scales[certain]), np.log(self.columns[certain])
+        x = np.log(self.scales[certain])
+        y = np.log(self.columns[certain])
         if len(x) < 8 or x.std() < LEAST_SPREAD:
             return 0.0
         x = x - x.mean()
@@ -88,7 +89,8 @@ def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The median of r is 1.
     """
-    r, c = np.ones(theirs.shape[0]), np.ones(theirs.shape[1])
+    r = np.ones(theirs.shape[0])
+    c = np.ones(theirs.shape[1])
     for _ in range(4):
         scaled = theirs * r[:, None]
         c = ratio(np.einsum("ij,ij->j", ours, scaled), np.einsum("ij,ij->j", scaled, scaled))
@@ -201,7 +203,8 @@ class LayerCheck:
         self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0
     ) -> Fit | None:
         """Return a linear compared with the source's; None where one of them lacks it, or it cannot be read (a finding)."""
-        original, linear = self.source.find(f"{name}.weight"), self.model.linears.get(name)
+        original = self.source.find(f"{name}.weight")
+        linear = self.model.linears.get(name)
         stored = linear.weight if linear else f"{name}.weight"
         if original is None or stored not in self.folder:
             return None
@@ -259,10 +262,8 @@ class LayerCheck:
         stored: magnitudes of the norm's own weights, whose 16 bits limit the gain's precision.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
-            scales, slack = (
-                np.where(ours == theirs, 1.0, theirs / ours),
-                PLAIN_STEP * stored / np.abs(ours),
-            )
+            scales = np.where(ours == theirs, 1.0, theirs / ours)
+            slack = PLAIN_STEP * stored / np.abs(ours)
         scales, slack = (
             np.nan_to_num(scales, posinf=1e30, neginf=-1e30),
             np.nan_to_num(slack, posinf=1e30),
@@ -279,9 +280,12 @@ class LayerCheck:
         shape = self.source_shape(producer)
         if shape is None:
             return
-        fitted, rows, noise = self.fits.get(producer), np.ones(shape[0]), ROW_TOLERANCE
+        fitted = self.fits.get(producer)
+        rows = np.ones(shape[0])
+        noise = ROW_TOLERANCE
         if fitted is not None and fitted.scales_rows:
-            rows, noise = fitted.rows, ROW_TOLERANCE + fitted.noise
+            rows = fitted.rows
+            noise = ROW_TOLERANCE + fitted.noise
         yield from self.check_bias(producer, rows, noise)
         for consumer in (f"{self.layer}.{name}" for name in site.linears):
             consumer_shape = self.source_shape(consumer)
@@ -329,7 +333,8 @@ class LayerCheck:
 def described(result: Fit) -> str:
     """Return how the farthest column differs, or that the factors follow the scales."""
     j = result.worst
-    factor, allowed = result.columns[j], result.allowed[j]
+    factor = result.columns[j]
+    allowed = result.allowed[j]
     if abs(factor - 1) > allowed:
         return (
             f"channel {j} is {factor:.3g} times the source's, and rounding explains {allowed:.2g}"

@@ -49,7 +49,8 @@ def unread_method(model: QuantizedFolder) -> Finding | None:
 
 def check_algorithm(model: QuantizedFolder) -> None:
     """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
-    algo, path = model.config.algo, model.folder.path
+    algo = model.config.algo
+    path = model.folder.path
     if algo and algo not in ALGORITHMS:
         raise CheckpointError(
             f"{path}: quant_algo {printable(algo, 40)!r} is not known here",
@@ -59,7 +60,9 @@ def check_algorithm(model: QuantizedFolder) -> None:
 
 def check(model: QuantizedFolder) -> Iterator[Finding]:
     """Compare the settings with what is on disk, and the two files of ModelOpt's settings with each other."""
-    folder, linears, config = model.folder, model.linears, model.config
+    folder = model.folder
+    linears = model.linears
+    config = model.config
     if model.dialect is None:
         return
     inline = isinstance(folder.config.get("quantization_config"), dict)
@@ -87,7 +90,8 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
         yield Finding("nothing_quantized", "config.json", problem)
         return
     for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
-        if members := folder.family.fused.get(entry[0]):
+        members = folder.family.fused.get(entry[0])
+        if members:
             on_disk = ", ".join(m.rpartition(".")[2] for m in members)
             yield fault(
                 "excluded_fused_name",
@@ -95,7 +99,8 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
                 f"excluded by its fused name, and on disk it is {on_disk}",
             )
     for name in sorted(linears):
-        if pattern := covering_pattern(name, config.excluded):
+        pattern = covering_pattern(name, config.excluded)
+        if pattern:
             yield fault(
                 "excluded_but_quantized",
                 name,
@@ -157,7 +162,8 @@ def check_agreement(
 
 def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
     """Check that the stored scales are complete, positive numbers and not all 1.0, and that the cache is not NVFP4."""
-    folder, config = model.folder, model.config
+    folder = model.folder
+    config = model.config
     if config.kv_cache and "NVFP4" in config.kv_cache.upper():
         cache = config.kv_cache[:20]
         problem = f"asks for a KV cache in {cache}, which loops at token 0 with thinking and tools; serve with FP8"

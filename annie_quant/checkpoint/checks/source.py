@@ -42,7 +42,8 @@ def source_differences(
     model: QuantizedFolder, source: ModelFolder, known: Collection[tuple[str, str]]
 ) -> SourceDifferences:
     """Compare each tensor with the source's. known: (code, tensor) of the findings so far."""
-    folder, result = model.folder, SourceDifferences()
+    folder = model.folder
+    result = SourceDifferences()
     for linear in model.linears.values():
         has_nan = (
             "block_scale_nan",
@@ -79,7 +80,8 @@ def compare_linear(
     has_nan: take the source's values where the linear's are NaN.
     Raises ShardError where the source has no such weight, or one of another shape.
     """
-    name, original = f"{linear.name}.weight", source.find(weight_name(source, linear.name))
+    name = f"{linear.name}.weight"
+    original = source.find(weight_name(source, linear.name))
     if original is None:
         raise ShardError(
             "not_in_source", f"{name}: the source has no such tensor", tensor=linear.name
@@ -88,7 +90,8 @@ def compare_linear(
     if shapes[0] != shapes[1]:
         message = f"{linear.name}: {shapes[0]} here, {shapes[1]} in the source"
         raise ShardError("source_shape", message, tensor=linear.name)
-    ours, theirs = linear.dequantize(folder), source.tensor(original)
+    ours = linear.dequantize(folder)
+    theirs = source.tensor(original)
     if has_nan:
         ours = np.where(np.isnan(ours), theirs.astype(np.float32), ours)
     distance = rel_l2(ours, theirs)
@@ -109,14 +112,17 @@ def is_scaled(ours: np.ndarray, theirs: np.ndarray, error: float) -> bool:
 
 def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDifferences:
     """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them."""
-    folder, family, result = model.folder, model.folder.family, SourceDifferences()
+    folder = model.folder
+    family = model.folder.family
+    result = SourceDifferences()
     biases = {f"{site.producer}.bias" for site in family.inputs if site.fold == "rows"}
     norms = {f"{norm}.weight" for norm in family.norms}
     for name in model.unowned:
         original = source.find(name)
         if original is None:
             continue
-        here, there = folder.info(name), source.info(original)
+        here = folder.info(name)
+        there = source.info(original)
         if here.shape != there.shape:
             if here.elements != there.elements and not family.is_auxiliary(name):
                 problem = f"{list(here.shape)} here, {list(there.shape)} in the source"
@@ -124,7 +130,8 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
             continue
         if family.in_vision(name) or same_bytes(folder, name, source, original):
             continue  # vision is compared byte for byte (completeness.py)
-        ours, theirs = float32(folder, name), float32(source, original)
+        ours = float32(folder, name)
+        theirs = float32(source, original)
         error = rel_l2(ours, theirs)
         if error < SAME_VALUES:
             continue
@@ -151,7 +158,8 @@ def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
 
     Pieces are summed in float32 and added up in float64: exact to five digits, and as fast as a disk reads.
     """
-    a, b = ours.reshape(-1), theirs.reshape(-1)
+    a = ours.reshape(-1)
+    b = theirs.reshape(-1)
     distance = norm = 0.0
     for start in range(0, a.size, PIECE):
         piece = b[start : start + PIECE].astype(np.float32, copy=False)

@@ -47,7 +47,9 @@ EXPONENTS = {
 
 def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[Finding]]:
     """Return the row of one quantized linear, and its faults."""
-    folder, row, findings = model.folder, TensorRow(x.name, x.format), list[Finding]()
+    folder = model.folder
+    row = TensorRow(x.name, x.format)
+    findings = list[Finding]()
     try:
         row.shape = list(x.shape(folder))
         if x.format == "nvfp4":
@@ -56,8 +58,10 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
             findings += layout_faults(model.config, scales, row.group)
             if row.group is not None and row.group % 16 == 0:
                 counts = count_blocks(folder, x, row.group)
-                row.scale_min, row.scale_max = counts.scale_min, counts.scale_max
-                row.zero_blocks, row.blocks = counts.empty, counts.blocks
+                row.scale_min = counts.scale_min
+                row.scale_max = counts.scale_max
+                row.zero_blocks = counts.empty
+                row.blocks = counts.blocks
                 findings += block_faults(counts, x, scales.name, row.shape[1])
         if x.global_scale:
             row.tensor_scale = float(x.tensor_scale(folder).multiplier)
@@ -69,7 +73,8 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     if x.format == "fp8":
         findings += fp8_faults(folder, x)
     try:
-        if input_scale := x.input_scale(folder):
+        input_scale = x.input_scale(folder)
+        if input_scale:
             row.input_scale = float(input_scale.multiplier)
             findings += scale_faults("input", x.input_global or "", row.input_scale)
     except ShardError as error:
@@ -143,7 +148,8 @@ class BlockCounts:
 
 def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     """Count the block scales of an NVFP4 linear by fault."""
-    codes, scales = folder.tensor(x.weight), folder.tensor(x.block_scale or "").view(np.uint8)
+    codes = folder.tensor(x.weight)
+    scales = folder.tensor(x.block_scale or "").view(np.uint8)
     magnitude = scales & nvfp4.E4M3_MAGNITUDE
     counts = BlockCounts(
         blocks=scales.size,
@@ -154,10 +160,8 @@ def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     )
     step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
     for start in range(0, len(codes), step):
-        filled, piece = (
-            filled_blocks(codes[start : start + step], group),
-            magnitude[start : start + step],
-        )
+        filled = filled_blocks(codes[start : start + step], group)
+        piece = magnitude[start : start + step]
         counts.zero += int((filled & (piece == 0)).sum())
         counts.small += int((filled & (piece > 0) & (piece < SMALLEST_NORMAL)).sum())
         counts.empty += int((~filled).sum())
@@ -212,12 +216,14 @@ def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
         yield fault("scale_dtype", info.name, f"{info.dtype}, expected F32")
         return
     scale = folder.tensor(info.name).astype(np.float32).reshape(-1)
-    if invalid := int((~(np.isfinite(scale) & (scale > 0))).sum()):
+    invalid = int((~(np.isfinite(scale) & (scale > 0))).sum())
+    if invalid:
         yield fault(
             "fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers"
         )
     magnitudes = (piece.view(np.uint8) & nvfp4.E4M3_MAGNITUDE for piece in folder.pieces(x.weight))
-    if nan := sum(int((magnitude == nvfp4.E4M3_NAN).sum()) for magnitude in magnitudes):
+    nan = sum(int((magnitude == nvfp4.E4M3_NAN).sum()) for magnitude in magnitudes)
+    if nan:
         yield fault(
             "fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN"
         )
@@ -269,7 +275,8 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
 
     Unequal scales corrupt tokens (vllm #54974, #54150).
     """
-    folder, quantized = model.folder, model.linears
+    folder = model.folder
+    quantized = model.linears
     modules = set(quantized) | {n.removesuffix(".weight") for n in folder if n.endswith(".weight")}
     for group in folder.family.fused_groups(modules):
         members = [quantized[n] for n in group if n in quantized]

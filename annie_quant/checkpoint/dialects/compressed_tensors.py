@@ -67,7 +67,8 @@ class ConfigGroup(msgspec.Struct):
     @property
     def algorithm(self) -> str:
         """ModelOpt's name of the group's algorithm; "" for any other format."""
-        weights, activations = self.weights or Scheme(), self.input_activations
+        weights = self.weights or Scheme()
+        activations = self.input_activations
         if weights.num_bits == 8 and weights.strategy == "block":
             return FP8_BLOCK
         if weights.num_bits == 8:
@@ -85,7 +86,8 @@ class CompressedSettings(msgspec.Struct):
     format: str | None = None
 
 
-NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
+NVFP4_FORMAT = "nvfp4-pack-quantized"
+FP8_FORMAT = "float-quantized"
 
 
 def matches(folder: ModelFolder) -> bool:

@@ -179,7 +179,9 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     }
     numbers = set()
     for name in model.weights:
-        short, inside, shape = models.short_name(name), models.in_layer(name), model.shape(name)
+        short = models.short_name(name)
+        inside = models.in_layer(name)
+        shape = model.shape(name)
         if folder.family.is_auxiliary(name):
             continue
         if short.startswith("layers."):
@@ -207,7 +209,8 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
 
 def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:
     """Raise CheckpointError where a model with sliding windows differs from llama.cpp's constants."""
-    names, kinds = folder.family.gguf, settings.layer_types or []
+    names = folder.family.gguf
+    kinds = settings.layer_types or []
     if names is None or not names.window_pattern:
         if "sliding_attention" in kinds:
             message = (
@@ -298,7 +301,9 @@ class Layout:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
         if self.family.in_vision(name) or name.endswith(OMITTED):
             return None
-        short, first, top = models.short_name(name), 0, self.names.top
+        short = models.short_name(name)
+        first = 0
+        top = self.names.top
         if short.startswith(self.family.mtp):  # its layers follow the decoder's
             short, first = short.removeprefix(self.family.mtp), self.layers
             top = {k: f"blk.{self.layers}.{v}" for k, v in self.names.mtp.items()}
@@ -316,7 +321,8 @@ class Layout:
 
     def rows(self, name: str, count: int) -> np.ndarray | None:
         """Return the order of a tensor's `count` rows (first axis), or None where it does not change."""
-        heads, inside = self.heads, _module(name)
+        heads = self.heads
+        inside = _module(name)
         if inside in self.interleaved:
             halves = np.arange(count).reshape(self.interleaved[inside], 2, -1)
             return halves.transpose(0, 2, 1).reshape(-1)
@@ -347,7 +353,8 @@ class Layout:
         """
         if self.is_convolution(name):
             array = array.reshape(array.shape[0], -1)
-        rows, columns = self.rows(name, len(array)), self.columns(name)
+        rows = self.rows(name, len(array))
+        columns = self.columns(name)
         if rows is not None:
             array = array[rows]
         if columns is not None:

@@ -31,7 +31,11 @@ STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 HINT = "copy the tokenizer's files from the source checkpoint"
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 
 
 class AddedToken(msgspec.Struct):

@@ -115,7 +115,8 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
         model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0
     )
     plan.entries.extend(plan.tensors())
-    if (factors := settings.frequency_factors()) is not None:
+    factors = settings.frequency_factors()
+    if factors is not None:
         plan.entries.append(
             GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors]))
         )
@@ -151,7 +152,8 @@ class GgufPlan:
 
     def tensors(self) -> Iterator[GgufTensor]:
         """Yield the experts, the quantized linears and the other tensors, and note what is left out or becomes numbers."""
-        folder, experts = self.model.folder, self.layout.family.experts
+        folder = self.model.folder
+        experts = self.layout.family.experts
         names = self.model.weights
         of_experts = {n for n in names if experts and experts.split(n)}
         for stored, stack in stacks(
@@ -161,7 +163,8 @@ class GgufPlan:
         for name in names:
             if name in of_experts:
                 continue
-            if single := self.layout.name(name):
+            single = self.layout.name(name)
+            if single:
                 yield from self._tensor(single, [name])
             else:
                 linear = self.model.linears.get(name.removesuffix(".weight"))
@@ -232,7 +235,8 @@ class GgufPlan:
             layer = int(stored.split(".")[1]) if stored.startswith("blk.") else None
             tied = "lm_head.weight" not in self.model.folder and "lm_head" not in self.model.linears
             kind = kquant.q4_k_m_type(stored, layer, self.blocks, shape, tied)
-            if larger := LARGER[self.kind].get(kind, kind):
+            larger = LARGER[self.kind].get(kind, kind)
+            if larger:
                 return larger
             problem = f"{stored}: rows of {shape[-1]}, {self.kind} needs a multiple of 256"
             raise CheckpointError(problem, "use Q4_K_M or Q8_0")
@@ -260,11 +264,13 @@ class GgufPlan:
     def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
         """Yield an NVFP4 linear as ggml's blocks, in llama.cpp's order of heads."""
         tensor = linear.load(self.model.folder)
-        codes, scale = tensor.codes, tensor.block_scale
+        codes = tensor.codes
+        scale = tensor.block_scale
         if tensor.group != 16:
             scale = np.repeat(scale, tensor.group // 16, axis=1)
         name = f"{linear.name}.weight"
-        rows, columns = self.layout.rows(name, len(codes)), self.layout.columns(name)
+        rows = self.layout.rows(name, len(codes))
+        columns = self.layout.columns(name)
         if rows is not None:
             codes, scale = codes[rows], scale[rows]
         if columns is not None:
@@ -306,7 +312,8 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[st
     experts = layout.family.experts
     by_name: dict[str, dict[int, str]] = {}
     for name in names:
-        expert, stored = experts.split(name) if experts else None, layout.name(name)
+        expert = experts.split(name) if experts else None
+        stored = layout.name(name)
         if expert and stored:
             by_name.setdefault(stored, {})[expert[1]] = name
     count = folder.text_config.get(experts.count) if experts else None
@@ -332,7 +339,8 @@ def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], sh
         raise CheckpointError(
             f"{stored}: experts of {shapes} shapes", "annie-quant audit the checkpoint"
         )
-    if awq := next((x.pre_quant for x in linears if x.pre_quant), None):
+    awq = next((x.pre_quant for x in linears if x.pre_quant), None)
+    if awq:
         problem = f"{awq}: llama.cpp has no activation scales (NVFP4_AWQ)"
         raise CheckpointError(problem, "make it plain NVFP4 first: annie-quant audit --repair")
 
@@ -401,7 +409,9 @@ def write_data(writer: GGUFWriter, tensor: GgufTensor) -> int:
 def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
     """Add the keys that llama.cpp's converter writes, under its names."""
     gguf = need("gguf", "serve")
-    settings, rope, head_dim = plan.settings, plan.settings.rope, plan.settings.attention_head_dim
+    settings = plan.settings
+    rope = plan.settings.rope
+    head_dim = plan.settings.attention_head_dim
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_size_label(gguf.size_label(sum(e.elements for e in plan.entries), 0, 0, 0))
@@ -445,7 +455,8 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
 
 def add_hybrid_metadata(writer: GGUFWriter, plan: GgufPlan, heads: Heads) -> None:
     """Add the keys of a model with DeltaNet layers: multimodal rotary embedding, heads, and which layers are recurrent."""
-    settings, rope = plan.settings, plan.settings.rope
+    settings = plan.settings
+    rope = plan.settings.rope
     sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section
     writer.add_rope_dimension_sections([*sections, 0, 0, 0, 0][:4])
     factor = rope.partial_rotary_factor or settings.partial_rotary_factor or 0.25
@@ -456,7 +467,8 @@ def add_hybrid_metadata(writer: GGUFWriter, plan: GgufPlan, heads: Heads) -> Non
     writer.add_ssm_time_step_rank(heads.values)
     writer.add_ssm_inner_size(heads.value_dim * heads.values)
     writer.add_full_attention_interval(settings.full_attention_interval or 4)
-    if kinds := settings.layer_types:
+    kinds = settings.layer_types
+    if kinds:
         recurrent = [k == "linear_attention" for k in kinds] + [False] * plan.mtp_layers
         writer.add_array(f"{plan.layout.names.architecture}.attention.recurrent_layers", recurrent)
 

@@ -144,6 +144,8 @@ def scan_forward(
     within_in,
     k_in,
     decay_in,
+    state_in,
+    state_out,
     out,
     steps,
     heads,
@@ -156,6 +158,8 @@ def scan_forward(
     dv: tl.constexpr,
     part: tl.constexpr,
     precision: tl.constexpr,
+    continues: tl.constexpr,
+    keeps: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
@@ -164,7 +168,11 @@ def scan_forward(
         tl.arange(0, dk),
         tl.program_id(1) * part + tl.arange(0, part),
     )
-    state = tl.zeros((dk, part), tl.float32)
+    places = row * dk * dv + columns[:, None] * dv + wide[None, :]
+    if continues:
+        state = tl.load(state_in + places)
+    else:
+        state = tl.zeros((dk, part), tl.float32)
     for chunk in range(0, chunks):
         place = row * chunks + chunk
         keys = place * size * dk + i[:, None] * dk + columns[None, :]
@@ -181,6 +189,8 @@ def scan_forward(
         state = state * tl.load(decay_in + place) + tl.dot(
             tl.trans(tl.load(k_in + keys)), new, input_precision=precision
         )
+    if keeps:
+        tl.store(state_out + places, state)
 
 
 def rows_of_one(x: torch.Tensor) -> torch.Tensor:
@@ -195,10 +205,12 @@ def gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """deltanet.gated_delta_rule of a text that begins with a state of zeros.
+    """Compute deltanet.gated_delta_rule.
 
     Inputs in bfloat16 are multiplied in TF32, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and
     sums are float32.
@@ -206,7 +218,14 @@ def gated_delta_rule(
     (batch, steps, heads, dk), dv = key.shape, value.shape[-1]
     if dk not in SIZES or dv not in SIZES:
         return deltanet.gated_delta_rule(
-            query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
     query, key, value = (rows_of_one(part) for part in (query, key, value))
     chunks, rows = triton.cdiv(steps, CHUNK), batch * heads
@@ -243,6 +262,10 @@ def gated_delta_rule(
     )
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
     part = min(VALUES, dv)
+    before = key.new_empty(1, dtype=torch.float32)
+    if initial_state is not None:
+        before = initial_state.to(torch.float32, memory_format=torch.contiguous_format)
+    after = key.new_empty(batch, heads, dk, dv, dtype=torch.float32)
     scan_forward[(rows, dv // part)](
         q,
         w,
@@ -250,6 +273,8 @@ def gated_delta_rule(
         within,
         k,
         decay,
+        before,
+        after,
         out,
         steps,
         heads,
@@ -262,10 +287,12 @@ def gated_delta_rule(
         dv=dv,
         part=part,
         precision=precision,
+        continues=initial_state is not None,
+        keeps=output_final_state,
         num_warps=8,
         num_stages=1,
     )
-    return out, None
+    return out, after if output_final_state else None
 
 
 @triton.jit

@@ -61,6 +61,23 @@ def test_kernels_give_the_outputs_of_single_steps(kernels, steps: int, repeat: b
     assert torch.equal(kernel.gated_delta_rule(*transposed, use_qk_l2norm_in_kernel=True)[0], got)
 
 
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_kernels_continue_a_state(kernels, cut: int) -> None:
+    kernel, device = kernels
+    exact = inputs(130, width=16)
+    rough = [x.float().to(device) for x in exact]
+    first = [x[:, :cut] for x in rough]
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    before, state = kernel.gated_delta_rule(*first, **options)
+    second = [x[:, cut:] for x in rough]
+    after, _ = kernel.gated_delta_rule(*second, initial_state=state, **options)
+    outputs = torch.cat((before, after), 1).cpu().numpy()
+    expected = step_by_step(*exact).numpy()
+    np.testing.assert_allclose(outputs, expected, atol=5e-5)
+    lost, _ = kernel.gated_delta_rule(*second, **options)
+    assert np.abs(lost.cpu().numpy() - expected[:, cut:]).max() > 1e-2
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 70])

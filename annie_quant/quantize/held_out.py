@@ -25,6 +25,7 @@ from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import FP8_CHANNEL
 from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
 from annie_quant.quantize.plan import Export, QuantizationPlan
+from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 MIN_CONVERSATIONS = 8  # of which two are held out
@@ -42,7 +43,7 @@ def hold_out(
     """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
 
     Conversations are held out until ENOUGH_DECISIONS tokens decide: at most one of CONVERSATIONS_PER_HELD_OUT, `max_positions`
-    tokens, and MOST_TOKENS of answers.
+    tokens, and MOST_TOKENS of answers. A prefix that several share counts once, and the first conversation's not at all.
     """
     positions_left = max_positions or MAX_POSITIONS[device_kind()]
     rows: dict[int, list[CalibrationSample]] = {}
@@ -55,14 +56,17 @@ def hold_out(
     if len(candidates) >= CONVERSATIONS_PER_HELD_OUT:
         candidates = in_bit_reversed_order(candidates)
     held: set[int] = set()
+    counted = DistinctPositions()
     tokens_left = MOST_TOKENS
     decisions = 0
     for row in candidates:
-        positions = max(len(s.ids) for s in rows[row])
+        longest = max((s.ids for s in rows[row]), key=len)
+        positions = counted.new(longest) if held else 0
         tokens = sum(len(s.answer) for s in rows[row])
         if len(held) >= 2 and (positions > positions_left or tokens > tokens_left):
             continue
         held.add(row)
+        counted.add(longest)
         positions_left -= positions
         tokens_left -= tokens
         decisions += sum(sum(s.decides) for s in rows[row])

@@ -28,6 +28,7 @@ from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4
 from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 MOST_TOKENS = 8192  # of answers, whose logits stay in memory
@@ -54,16 +55,20 @@ def answers_to_score(
     """Return answers of all categories in turn.
 
     tokens: of all answers, at most; every trial is a pass over them, and their logits stay in memory.
-    positions: of these answers with their prompts, at most.
+    positions: of these answers with their prompts, at most; a prefix that several share counts once, and the first prompt not at
+        all, so that a long prompt does not leave one answer.
     cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
     """
     answers, total, length = list[TrialAnswer](), 0, 0
+    counted = DistinctPositions()
     for sample in spread(samples):
         answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
-        size = len(sample.prompt) + len(answer)
+        row = (*sample.prompt, *answer)
+        size = counted.new(row) if answers else len(answer)
         if total + len(answer) > tokens or (answers and length + size > positions):
             continue
         total, length = total + len(answer), length + size
+        counted.add(row)
         decides = torch.tensor((sample.decides or (False,) * len(answer))[: len(answer)])
         answers.append(TrialAnswer(Row(sample.prompt, answer), decides, sample.row))
     return answers

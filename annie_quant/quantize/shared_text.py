@@ -13,6 +13,7 @@ replaces, and the weight table has one weight per code. Sums of weights and weig
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,22 @@ class PassCost:
 
 
 PASS_COSTS = {"cpu": PassCost(4096, 64), "cuda": PassCost(32768, 2048)}
+
+
+class DistinctPositions:
+    """Counts the positions of rows that are added one by one; a prefix that several share counts once."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, ...]] = []  # in lexicographic order
+
+    def new(self, row: tuple[int, ...]) -> int:
+        """Return how many positions a row would add."""
+        place = bisect.bisect(self.rows, row)
+        neighbours = self.rows[max(0, place - 1) : place + 1]
+        return len(row) - max((common_prefix(row, other) for other in neighbours), default=0)
+
+    def add(self, row: tuple[int, ...]) -> None:
+        bisect.insort(self.rows, row)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def sample(row: int, category: str = "a", decides: int = 1, length: int = 10) ->
     kinds = (PROMPT,) * (length - 4) + (CONTENT,) * 4
     return CalibrationSample(
         category,
-        tuple(range(length)),
+        tuple(range(row * length, (row + 1) * length)),
         kinds,
         (1, 2, 3, 4),
         (True,) * decides + (False,) * (4 - decides),
@@ -74,7 +74,8 @@ def test_whole_conversations_of_all_categories_are_held_out(rows: int) -> None:
 def test_no_more_is_held_out_than_decides_or_fits() -> None:
     samples = [sample(i, decides=4) for i in range(4000)]
     assert sum(sum(s.decides) for s in hold_out(samples, 10**6)[1]) == held_out.ENOUGH_DECISIONS
-    assert len(hold_out(samples, 500)[1]) == 50
+    # Ten tokens per conversation; those of the first one do not count.
+    assert len(hold_out(samples, 500)[1]) == 1 + 500 // 10
     assert hold_out(samples[:7], 10**6) == (samples[:7], [])
 
 
@@ -247,3 +248,17 @@ def test_too_few_conversations_are_one_clear_line(home: Path) -> None:
     assert "8 conversations or more are needed" in line and "annie-quant data" in line
     document = json.loads((out / "annie_quant.json").read_text())
     assert document["held_out"] is None and document["ingredients"] == []
+
+
+def test_long_prompts_leave_as_many_answers_as_short_ones() -> None:
+    def samples(prompt: int) -> list[CalibrationSample]:
+        rows = []
+        for row in range(40):
+            ids = (*range(prompt), 5000 + row, 1, 2, 3)
+            kinds = (PROMPT,) * prompt + (CONTENT,) * 4
+            rows.append(CalibrationSample("chat", ids, kinds, (1, 2, 3, 4), (True,) * 4, row))
+        return rows
+
+    for prompt in (30, 3000):
+        assert len(kl_trial.answers_to_score(samples(prompt), 1024, 100)) == 20
+        assert len(hold_out(samples(prompt), 200)[1]) == 10

@@ -264,3 +264,13 @@ def test_pieces_without_what_they_continue_have_other_statistics(
         else:
             text.batches[i] = replace(batch, offsets=np.zeros_like(batch.offsets))
     assert max(errors_in_pieces(model_of(kind, tmp_path), text)) > 1e-2
+
+
+def test_positions_of_a_shared_prefix_count_once() -> None:
+    counted = shared_text.DistinctPositions()
+    rows = [s.ids for s in long_rows()]
+    total = 0
+    for row in [*rows, rows[0], rows[1][:50]]:
+        total += counted.new(row)
+        counted.add(row)
+    assert total == len({row[: n + 1] for row in rows for n in range(len(row))})

@@ -118,11 +118,11 @@ def test_hessians_are_those_of_the_samples(
     folder = ModelFolder(TINY_ANNIE)
     plain = DecoderLayers(folder, calibration_samples.make_batches(samples))
     shared = DecoderLayers(folder, text.batches)
-    expected = hessians(plain, weight_table(WEIGHTS, "cpu"))
+    expected = hessians(plain, weight_table(WEIGHTS, plain.device))
     for ours, theirs in zip(
-        hessians(shared, text.weight_table(WEIGHTS, "cpu")), expected, strict=True
+        hessians(shared, text.weight_table(WEIGHTS, shared.device)), expected, strict=True
     ):
-        a, b = (np.asarray(h.mean()) for h in (ours, theirs))
+        a, b = (h.mean().cpu().numpy() for h in (ours, theirs))
         assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
@@ -222,16 +222,17 @@ def hessians_of_whole_rows(folder: ModelFolder) -> dict[str, tuple[np.ndarray, f
 def errors_in_pieces(folder: ModelFolder, text: SharedText) -> list[float]:
     """Return the largest errors of Hessians and largest inputs, relative to the largest values of whole rows."""
     expected = hessians_of_whole_rows(folder)
-    table = text.weight_table(WEIGHTS, "cpu")
+    model = DecoderLayers(folder, text.batches)
+    table = text.weight_table(WEIGHTS, model.device)
     errors = []
-    for layer in DecoderLayers(folder, text.batches):
+    for layer in model:
         own = {name: Hessian(table) for name in layer.linears}
         layer.advance(dict(own))
         for name, hessian in own.items():
             total, top = expected[f"{layer.index}.{name}"]
             mean = hessian.mean()
             assert mean is not None
-            errors.append(float(np.abs(mean.numpy() - total).max() / np.abs(total).max()))
+            errors.append(float(np.abs(mean.cpu().numpy() - total).max() / np.abs(total).max()))
             errors.append(abs(hessian.amax - top) / top)
     return errors
 

@@ -21,8 +21,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import Judgement, RequestRecord, SentWorkload, ToolCall
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, from_record
-from annie_quant.judge.checks.calls import arguments_of
-from annie_quant.judge.checks.reference import normalized_call
+from annie_quant.judge.checks.calls import arguments_of, normalized_call
 from annie_quant.judge.checks.text import garbled, repeats
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.tool_eval import GATE, Played

@@ -37,9 +37,9 @@ import msgspec
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import exists, is_folder, sha256_text
+from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents.persona import Persona, Tool, built_in, load_persona
-from annie_quant.judge.checks.calls import mismatch
 from annie_quant.judge.checks.text import leaked, markdown_in
 
 THRESHOLD = 0.85

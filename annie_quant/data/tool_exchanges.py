@@ -22,6 +22,7 @@ import rstr
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
+from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.exchanges import (
     MY_TOPICS,
@@ -35,7 +36,6 @@ from annie_quant.data.exchanges import (
 )
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
-from annie_quant.judge.checks.calls import mismatch
 
 OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30

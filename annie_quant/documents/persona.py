@@ -17,6 +17,7 @@ import msgspec
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS, exists, is_folder, sha256_text
+from annie_quant.core.json_schema import schema_fault
 
 FOLDER = ASSETS / "personas"
 PERSONA_FILE = "persona.json"
@@ -139,8 +140,6 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
 
 
 def _check_tool(path: Path, index: int, tool: Tool) -> None:
-    import jsonschema
-
     function = tool.get("function")
     if (
         not isinstance(function, dict)
@@ -151,13 +150,12 @@ def _check_tool(path: Path, index: int, tool: Tool) -> None:
         raise UsageError(
             message, '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
         )
-    try:
-        jsonschema.Draft202012Validator.check_schema(function.get("parameters") or {})
-    except Exception as error:  # its own type, and those of patterns, types and references
+    fault = schema_fault(function.get("parameters") or {})
+    if fault:
         raise UsageError(
             f"persona file {path.name}: tools[{index}]: the parameters of {function['name']} are not a JSON schema: "
-            f"{getattr(error, 'message', error)}"
-        ) from error
+            f"{fault}"
+        )
 
 
 def default_categories(tools: list[str]) -> tuple[Category, ...]:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from annie_quant.core.untrusted import decode_json
+
 if TYPE_CHECKING:
     from annie_quant.documents import ChatMessage, RecordedAnswer, RequestRecord, ToolCall
     from annie_quant.documents.prompts import CalledFunction
@@ -30,6 +32,13 @@ _XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def form_of(template: str) -> Form:
@@ -76,8 +85,8 @@ def _numbered(call: tuple[str, object], index: int) -> ToolCall:
 
 def _json_call(text: str) -> tuple[str, object] | None:
     try:
-        return _call_of(json.loads(text), "arguments")
-    except (ValueError, RecursionError):
+        return _call_of(decode_json(text), "arguments")
+    except ValueError:
         return None
 
 
@@ -98,7 +107,7 @@ def _llama_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     while rest.startswith("{"):
         try:
-            value, end = json.JSONDecoder().raw_decode(rest)
+            value, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
         call = _call_of(value, "parameters", "arguments")
@@ -140,7 +149,7 @@ def _typed(value: str, kind: object) -> object:
     if "string" in kinds or kinds == [None]:
         return value
     try:
-        return json.loads(value)
+        return decode_json(value)
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 

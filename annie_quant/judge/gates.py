@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult, Outcome
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks import calls, reference, text
+from annie_quant.judge.checks import calls, reference, statements, text
 from annie_quant.judge.statistics import MAX_N_TO_DECIDE, Z, wilson
 from annie_quant.judge.workloads import Case, Workload
 
@@ -184,7 +184,7 @@ GATES: dict[str, Gate] = {
         Gate(
             "call_rate", "call rate", _rate(10, 0.0), calls.call_rate, basis="rule", two_sided=True
         ),
-        Gate("factual", "factual", _ALL, calls.contains, "R25", behaviours=(CONTENT,)),
+        Gate("factual", "factual", _ALL, statements.contains, "R25", behaviours=(CONTENT,)),
         Gate(
             "logged_tool",
             "tool as in the log",
@@ -202,9 +202,13 @@ GATES: dict[str, Gate] = {
             behaviours=(FORM,),
         ),
         Gate("non_empty", "non-empty", _ZERO, text.non_empty, "R27", margin=0.0, basis="rule"),
-        Gate("reasoning", "reasoning", _ALL, calls.contains, "R26", behaviours=(CONTENT,)),
+        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26", behaviours=(CONTENT,)),
         Gate(
-            "recall", "right in conversation", _rate(10, 0.8), calls.contains, behaviours=(CONTENT,)
+            "recall",
+            "right in conversation",
+            _rate(10, 0.8),
+            statements.contains,
+            behaviours=(CONTENT,),
         ),
         Gate(
             "repetition",

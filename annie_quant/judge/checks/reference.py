@@ -6,23 +6,27 @@ bf16 answer is `reference`; without one, no check applies.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from annie_quant.documents import ToolCall, incomplete
-from annie_quant.judge.checks.calls import arguments_of, has_call_markup, schemas_fault
+from annie_quant.documents import incomplete
+from annie_quant.judge.checks.calls import (
+    called_names,
+    has_call_markup,
+    normalized_call,
+    schemas_fault,
+)
 from annie_quant.judge.checks.text import markdown_in, repetition, stop, thinking_leak
 
 if TYPE_CHECKING:
     from annie_quant.judge.answers import Answer
     from annie_quant.judge.workloads import Case, Workload
 
-LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16
+LENGTH_RATIO = 2.0
+LENGTH_SLACK_TOKENS = 16
 MIN_WORDS = 6  # of a text whose language is compared
 SHARED_WORDS = 0.2  # of the content words of the shorter of two answers about the same thing
 MIN_LETTERS = 4  # of a content word; digits count at any length
@@ -50,7 +54,8 @@ def same_tool(
         return None
     if answer.error:
         return f"the request failed: {answer.error}"
-    called, expected = _names(answer), _names(reference)
+    called = called_names(answer)
+    expected = called_names(reference)
     if called == expected:
         return ""
     return f"it called {_listed(called)}, bf16 called {_listed(expected)}"
@@ -62,7 +67,7 @@ def same_arguments(
     """Where bf16 called a function: the same calls with equal arguments (as JSON values, text without outer white space)."""
     if reference is None or not reference.tool_calls:
         return None
-    if _names(answer) != _names(reference):
+    if called_names(answer) != called_names(reference):
         return same_tool(answer, case, workload, reference)
     left = [normalized_call(call) for call in answer.tool_calls]
     for call in reference.tool_calls:
@@ -114,7 +119,8 @@ def same_text(
         return None
     if not answer.text.strip():
         return "it has no text, bf16's has"
-    words, expected = content_words(answer.text), content_words(reference.text)
+    words = content_words(answer.text)
+    expected = content_words(reference.text)
     if expected and len(words & expected) < SHARED_WORDS * min(len(expected), max(len(words), 1)):
         return "it shares hardly a word with bf16's answer"
     return repetition(answer, case, workload, None)
@@ -126,14 +132,11 @@ def same_markdown(
     """Markdown where the bf16 answer has it, and none where it has none."""
     if reference is None or not answer.text.strip() or not reference.text.strip():
         return None
-    kind, expected = markdown_in(answer.text), markdown_in(reference.text)
-    if bool(kind) == bool(expected):
-        return ""
-    return (
-        f"it has markdown ({kind}), bf16's has none"
-        if kind
-        else f"it has no markdown, bf16's has ({expected})"
-    )
+    kind = markdown_in(answer.text)
+    expected = markdown_in(reference.text)
+    if kind and not expected:
+        return f"it has markdown ({kind}), bf16's has none"
+    return f"it has no markdown, bf16's has ({expected})" if expected and not kind else ""
 
 
 def same_thinking(
@@ -151,9 +154,10 @@ def same_language(
     """No other language than the bf16 answer's, by its letters and commonest words; short texts have none."""
     if reference is None:
         return None
-    language, expected = language_of(answer.text), language_of(reference.text)
+    expected = language_of(reference.text)
     if expected is None:
         return None
+    language = language_of(answer.text)
     return "" if language in (None, expected) else f"it is {language}, bf16's is {expected}"
 
 
@@ -172,11 +176,10 @@ def same_length(
     """At most twice as long as the bf16 answer and at least half as long, by tokens, give or take 16 of them."""
     if reference is None or not reference.completion_tokens or not answer.completion_tokens:
         return None
-    n, expected = answer.completion_tokens, reference.completion_tokens
-    low, high = (
-        expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS,
-        expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS,
-    )
+    n = answer.completion_tokens
+    expected = reference.completion_tokens
+    low = expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS
+    high = expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS
     return "" if low <= n <= high else f"{n} tokens, bf16's has {expected}"
 
 
@@ -188,33 +191,10 @@ def logged_tool(
     if not isinstance(logged, Mapping) or not workload.tools_for(case):
         return None
     expected = sorted(str(name) for name in logged.get("calls") or ())
-    called = _names(answer)
-    return (
-        ""
-        if called == expected
-        else f"it called {_listed(called)}, the log has {_listed(expected)}"
-    )
-
-
-def normalized_call(call: ToolCall) -> tuple[str, str]:
-    """Return name and arguments of a call so that equal calls are equal: keys sorted, 1.0 as 1, text stripped."""
-    try:
-        arguments = arguments_of(call)
-    except ValueError:
-        arguments = str(call.get("arguments"))
-    return str(call.get("name")), json.dumps(
-        _normalized(arguments), sort_keys=True, ensure_ascii=False
-    )
-
-
-def _normalized(value: object) -> object:
-    if isinstance(value, str):
-        return unicodedata.normalize("NFC", value).strip()
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
-        return int(value)
-    if isinstance(value, Mapping):
-        return {key: _normalized(item) for key, item in value.items()}
-    return [_normalized(item) for item in value] if isinstance(value, list) else value
+    called = called_names(answer)
+    if called == expected:
+        return ""
+    return f"it called {_listed(called)}, the log has {_listed(expected)}"
 
 
 def content_words(text: str) -> set[str]:
@@ -240,10 +220,6 @@ def language_of(text: str) -> str | None:
     )
     (first, most), (_, second) = counts.most_common(2)
     return first if most >= 2 and most >= 2 * second else None
-
-
-def _names(answer: Answer) -> list[str]:
-    return sorted(str(call.get("name")) for call in answer.tool_calls)
 
 
 def _listed(names: list[str]) -> str:

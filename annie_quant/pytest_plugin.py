@@ -68,20 +68,19 @@ class AssertedRun:
         absolute requirement. An undecided gate fails the assertion.
         """
         from annie_quant.judge import decision
+        from annie_quant.judge.decision import wording
 
         if backend is None and not names:
             backend = decision.roles_of(self.aggregates).candidate
         self._side(backend)
         if not names:
-            chosen = decision.decision(self.aggregates, backend)
-            gates = (
-                []
-                if chosen is None
-                else [gate for gates in chosen.gates.values() for gate in gates]
-            )
-            assert chosen is not None and gates, f"{self.folder}: no gate was judged"
+            chosen = decision.candidate_decision(self.aggregates, backend)
+            assert chosen is not None and chosen.gates, f"{self.folder}: no gate was judged"
             open_or_lost = [
-                f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.outcome != "pass"
+                f"{wording.gate_title(gate)}: {wording.verdict_word(gate)}, "
+                f"{wording.with_counts(gate)} ({wording.evidence(gate)})"
+                for gate in chosen.gates
+                if gate.verdict != "keeps"
             ]
             open_or_lost += [f.message for f in chosen.confounds if f.severity == "confound"]
             assert not open_or_lost, "; ".join(open_or_lost)

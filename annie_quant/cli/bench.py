@@ -167,8 +167,10 @@ def bench(options: BenchOptions) -> None:
     if options.as_json:
         emit(result)
     else:
-        console.print_lines(tables.served_lines(done.aggregates.served, console.width))
-        console.print_verdict(result)
+        console.print_lines(tables.verdict_lines(verdict, console.width))
+        console.print_lines(["", *tables.served_lines(done.aggregates.served, console.width)])
+        console.print_lines(tables.reason_lines(verdict, console.width))
+        console.print_report(result["report"])
     if compared:
         left_out = f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
         notes = [left_out + ", ".join(compared.left_out[:3])] if compared.left_out else []

@@ -13,15 +13,12 @@ from pathlib import Path
 from annie_quant import documents
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge.decision import POOLED, member_verdict
-from annie_quant.judge.decision.rule import points, title
+from annie_quant.judge.decision.wording import is_change, points, title
 
 WIDTH = 80
-BASES = {"reference": "bf16", "label": "label", "rule": "rule"}
-AGAINST = {
-    "reference": "compared with bf16's own answers",
-    "label": "with the workload's labels",
-    "rule": "with a rule alone",
-}
+RIGHT_OR_WRONG = "Right or wrong (by labels and rules):"
+CHANGED = "Changed (compared with bf16's own answers; a change is not an error):"
+INFORMATION = "For information, without a verdict:"
 ABSOLUTE: dict[documents.Outcome, str] = {
     "pass": "meets",
     "fail": "misses",
@@ -56,40 +53,48 @@ def gate_lines(
     width: int = WIDTH,
     name: str = "bf16",
 ) -> list[str]:
-    """Return one row per gate and one column per side, in as many tables as the width needs.
+    """Return two tables, right or wrong and changed, with one row per gate and one column per side.
 
-    reference: its gates, the first column of each table, under `name`. A cell has the passes, the difference in points and the
-    verdict; "finds" is the smallest true loss, in points, that n prompts find in 80 % of runs. "against" is what
-    answers are compared with (bf16's own answers, labels, or a rule that needs neither); a footnote where the width has no room.
+    reference: its gates, the first column of each table, under `name`. A cell has the passes, the
+        difference in points and the verdict; "finds" is the smallest true loss, in points, that n
+        prompts find in 80 % of runs.
     """
     gates = _ordered([*([reference] if reference else []), *(c.gates for c in columns)])
-    n = {
-        g: max((c.gates[g].n for c in columns if g in c.gates), default=result.n)
-        for g, result in gates.items()
-    }
-    titles = [result.title or title(gate) for gate, result in gates.items()]
-    head = [["gate", *titles], ["n", *map(str, n.values())]]
-    if any(losses := [_finds(columns, gate) for gate in gates]):
-        head.append(["finds", *losses])
-    own = [[name, *(_passes(reference.get(gate), n[gate]) for gate in gates)]] if reference else []
-    cells = [_column(column, gates, n) for column in columns]
-    tables = _tables([*head, *own], cells, width)
-    notes = list[str]()
-    if any(result.basis for result in gates.values()):
-        against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
-        wider = _tables([*head, against, *own], cells, width)
-        if len(wider) == len(tables) and all(
-            sum(map(_width, t)) + len(t) - 1 <= width for t in wider
-        ):
-            tables = wider
-        else:
-            notes = wrap(_basis_note(gates), width)
+    groups: dict[str, dict[str, documents.GateResult]] = {}
+    for gate, result in gates.items():
+        heading = CHANGED if is_change(gate) else RIGHT_OR_WRONG
+        groups.setdefault(INFORMATION if result.advisory else heading, {})[gate] = result
     lines: list[str] = []
-    for table in tables:
-        lines += ([""] if lines else []) + _rows(
-            table, [result.advisory for result in gates.values()]
-        )
-    return [line[:width].rstrip() for line in [*lines, *notes]]
+    for heading in (RIGHT_OR_WRONG, CHANGED, INFORMATION):
+        if heading in groups:
+            lines += ["", heading] if lines else [heading]
+            lines += _gate_rows(groups[heading], reference, columns, width, name)
+    return [line[:width].rstrip() for line in lines]
+
+
+def _gate_rows(
+    gates: Mapping[str, documents.GateResult],
+    reference: Mapping[str, documents.GateResult] | None,
+    columns: Sequence[Column],
+    width: int,
+    name: str,
+) -> list[str]:
+    """Return one row per gate, in as many tables as the width needs."""
+    n = {
+        gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n)
+        for gate, result in gates.items()
+    }
+    head = [["gate", *(result.title or title(gate) for gate, result in gates.items())]]
+    head.append(["n", *map(str, n.values())])
+    losses = [_finds(columns, gate) for gate in gates]
+    if any(losses):
+        head.append(["finds", *losses])
+    if reference:
+        head.append([name, *(_passes(reference.get(gate), n[gate]) for gate in gates)])
+    lines: list[str] = []
+    for table in _tables(head, [_column(column, gates, n) for column in columns], width):
+        lines += ["", *_rows(table)] if lines else _rows(table)
+    return lines
 
 
 def _tables(
@@ -105,16 +110,6 @@ def _tables(
             tables.append(list(head))
         tables[-1].append(side)
     return tables
-
-
-def _basis_note(gates: Mapping[str, documents.GateResult]) -> str:
-    names = {
-        basis: [r.title or title(gate) for gate, r in gates.items() if r.basis == basis]
-        for basis in AGAINST
-    }
-    return "; ".join(
-        f"{text}: {', '.join(names[basis])}" for basis, text in AGAINST.items() if names[basis]
-    )
 
 
 def _ordered(
@@ -164,32 +159,30 @@ def _width(cells: Sequence[str]) -> int:
     return max(map(len, cells))
 
 
-def _rows(columns: Sequence[Sequence[str]], advisory: Sequence[bool]) -> list[str]:
+def _rows(columns: Sequence[Sequence[str]]) -> list[str]:
     widths = [_width(column) for column in columns]
-    numbers = {"n", "finds"}
     lines = []
-    for index, row in enumerate(zip(*columns, strict=True)):
-        if index and advisory[index - 1] and not any(advisory[: index - 1]):
-            lines.append("for information, without a verdict:")
-        cells = [
-            cell.rjust(width) if columns[at][0] in numbers else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for row in zip(*columns, strict=True):
+        cells = []
+        for column, cell, width in zip(columns, row, widths, strict=True):
+            is_number = column[0] in ("n", "finds")
+            cells.append(cell.rjust(width) if is_number else cell.ljust(width))
         lines.append(" ".join(cells).rstrip())
     return lines
 
 
 def evaluation_lines(evaluation: documents.Evaluation, name: str, width: int = WIDTH) -> list[str]:
-    """Return an evaluation's verdict, its gates next to the reference's, and the absolute requirements."""
+    """Return an evaluation's verdict, its gates next to the reference's, the reasons and the requirements."""
     columns = [Column.of(kind, side) for kind, side in evaluation.numerics.items()]
     tables = {"bf16": evaluation.reference_gates, **{c.name: c.gates for c in columns}}
     verdict = evaluation.verdict or documents.PairedVerdict()
     return [
-        *wrap(f"{name} against {Path(evaluation.reference).name}: {verdict.verdict}", width),
+        *verdict_lines(verdict, width),
         "",
+        *wrap(f"{name} against {Path(evaluation.reference).name}, passes of n prompts:", width),
         *gate_lines(evaluation.reference_gates, columns, width),
         "",
-        *verdict_lines(verdict, width),
+        *reason_lines(verdict, width),
         *requirement_lines(tables, width),
     ]
 
@@ -270,10 +263,17 @@ def requirement_lines(
     return lines
 
 
-def verdict_lines(verdict: documents.PairedVerdict, width: int = WIDTH) -> list[str]:
-    """Return the decision and its reasons."""
-    texts = (verdict.sentence, *(f"- {reason}" for reason in verdict.reasons))
-    return [line for text in texts for line in wrap(text, width)]
+def verdict_lines(
+    verdict: documents.PairedVerdict | documents.Verdict, width: int = WIDTH
+) -> list[str]:
+    """Return the first screen: the sentence, where, how sure, what to do next, what was not tested."""
+    return [line for text in (verdict.sentence, *verdict.head) for line in wrap(text, width)]
+
+
+def reason_lines(
+    verdict: documents.PairedVerdict | documents.Verdict, width: int = WIDTH
+) -> list[str]:
+    return [line for reason in verdict.reasons for line in wrap(f"- {reason}", width)]
 
 
 def wrap(text: str, width: int = WIDTH) -> list[str]:

@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from annie_quant.cli.tables import WIDTH, wrap
+from annie_quant.cli.tables import WIDTH
 from annie_quant.core import files
 from annie_quant.core.resume import launcher_rank
 from annie_quant.core.text import printable
-from annie_quant.core.untrusted import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -223,13 +222,9 @@ class TerminalConsole:
                 table.add_row(literal(key), literal(value_text(key, value)))
         self.out.print(table if table.row_count else literal(title))
 
-    def print_verdict(self, verdict: JsonObject) -> None:
-        """Print the verdict's reasons, then, to be read first, its sentence and the report's path."""
-        for reason in verdict.get("reasons", ()):
-            self.print_lines(wrap(f"- {reason}", self.width))
-        self.print_lines(wrap(verdict["sentence"], self.width))
-        if verdict.get("report"):
-            self.err.print(f"report: {shown(verdict['report'])}", markup=False, soft_wrap=True)
+    def print_report(self, path: object) -> None:
+        """Print the path of a report."""
+        self.err.print(f"report: {shown(path)}", markup=False, soft_wrap=True)
 
 
 console = TerminalConsole()

@@ -408,12 +408,15 @@ class Verdict(msgspec.Struct, kw_only=True):
     passed: the candidate neither loses nor is fragile, and the run has no confound.
     comparable: the run has no confound.
     outcome: "keeps" only where `passed`; None in a run of version 0.1.0.
-    rule: version of the rule that decided (roles.RULE), 0 in a run of version 0.2.0 or older.
-    badge: the decision and the recommendation in a few words.
+    rule: version of the rule that decided (rule.RULE), 0 in a run of version 0.2.0 or older.
+    sentence: the verdict with what got worse.
+    head: the lines below it: under which server, how sure, what to do next, what was not tested.
+    badge: the verdict in one word.
     """
 
     rule: int = 0
     sentence: str = ""
+    head: list[str] = []
     passed: bool = False
     outcome: Standing | None = None
     badge: str = ""

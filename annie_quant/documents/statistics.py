@@ -86,8 +86,9 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     """The decision about a checkpoint.
 
     members: by numerics.
-    profiles: members without their perturbations (NAME+...).
+    profiles: the verdict of each numerics profile, over its further arithmetics (NAME+...).
     sentence: the decision as text.
+    head: the lines below it: under which server, how sure, what to do next, what was not tested.
     reasons: one line per gate that is lost or undecided.
     coverage: behaviour → answers of the reference that show it (judge/pairing.py).
     not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
@@ -95,6 +96,7 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
 
     verdict: Standing = "undecided"
     sentence: str = ""
+    head: list[str] = []
     reasons: list[str] = []
     profiles: dict[str, Standing] = {}
     members: dict[str, MemberVerdict] = {}

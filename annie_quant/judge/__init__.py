@@ -16,7 +16,8 @@ jsonschema and markdown-it are imported where they are used.
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
-from annie_quant.judge.decision import judge_evaluation, judge_members, verdict
+from annie_quant.judge.decision import judge_evaluation, judge_members
+from annie_quant.judge.decision import run_verdict as verdict
 from annie_quant.judge.gates import Judged, checks, faults, gate_table
 from annie_quant.judge.library import load_workloads
 from annie_quant.judge.sampling import sample

@@ -21,8 +21,8 @@ from annie_quant.documents import (
     PairedGate,
     PooledGates,
 )
-from annie_quant.judge.decision.roles import RULE
-from annie_quant.judge.decision.rule import judge_evaluation
+from annie_quant.judge.decision.rule import RULE
+from annie_quant.judge.decision.verdict import judge_evaluation
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ from annie_quant.core.errors import UsageError, need
 from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
+from annie_quant.judge.decision import wording
+from annie_quant.judge.decision.rule import by_profile, overall
 from annie_quant.report import format, tables
 from annie_quant.report.recheck import caveats
 from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe
@@ -164,6 +165,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         grid=tables.grid,
         digest=sha256_file,
         times=tables.TIMES,
+        wording=wording,
         run=columns,
         subject=subject,
         summary=summary,
@@ -179,6 +181,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         unreadable=unreadable,
         sides=sides,
         main=tables.side_by_side(columns),
+        changes=tables.changes(columns),
         kl=tables.kl_table(columns, sides),
         ttft=tables.latency_table(columns, "ttft_content_ms"),
         environment=run.document.environment,
@@ -189,19 +192,17 @@ def _body(run: LoadedRun, subject: Subject) -> str:
 
 
 def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
-    """Return what the card states of a model's behavioural gates: its standing, their number by outcome, the members not kept."""
+    """Return what the card states of a model's behavioural gates, without speed limits."""
     every = decision.deciding_gates(run.aggregates, model)
     gates = [gate for gate in every if not isinstance(gate.result, documents.SpeedGate)]
-    outcomes = Counter(gate.outcome for gate in gates)
+    profiles = by_profile(gates)
+    verdict = decision.standing_of(run.aggregates, model, with_speed=False)
     return {
-        "standing": decision.standing_of(run.aggregates, model, with_speed=False),
-        "n": len(gates),
-        "places": list(dict.fromkeys(gate.where for gate in gates)),
-        "compared": any(gate.compared for gate in gates),
-        "passed": outcomes["pass"],
-        "failed": outcomes["fail"],
-        "undecided": outcomes["undecided"],
-        "members": [gate for gate in every if "+" in gate.where and gate.outcome != "pass"],
+        "standing": verdict,
+        "claim": wording.sentence("", wording.claim(overall(profiles), profiles, gates)),
+        "head": wording.head(verdict, profiles, gates, wording.next_step(verdict, profiles, gates)),
+        "blocking": decision.blocking_of(run.aggregates, model),
+        "members": [gate for gate in gates if "+" in gate.place and gate.verdict != "keeps"],
     }
 
 

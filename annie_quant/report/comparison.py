@@ -1,8 +1,9 @@
 """Candidate and incumbent by the dimensions of the original plan (R48).
 
-With the memory budget (R50), the recommendation, the drop-in checklist and the decision tree.
+With the memory budget (R50), the drop-in checklist and the decision tree.
 
-What was not measured is shown as unknown; computed figures are named as such. judge.decision decides; nothing is decided here.
+What was not measured is shown as unknown; computed figures are named as such. judge.decision
+decides; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.core.templates import render_text
-from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
+from annie_quant.documents import Identity, Outcome, PairedGate, Standing, salvage_or_default
 from annie_quant.judge import decision
-from annie_quant.report.format import DASH, SIGNS, count, significant, size
+from annie_quant.judge.decision.rule import worst
+from annie_quant.judge.decision.wording import gate_title, place_name
+from annie_quant.report.checklist import BUDGET_BYTES, ChecklistItem, checklist, pair_answers
+from annie_quant.report.format import CSS, DASH, SIGNS, count, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
@@ -183,21 +187,13 @@ def memory_budget(run: LoadedRun) -> Table | None:
         peaks = [peak for _, peak, _ in rows if peak]
         rows.append(("both, while switching", sum(peaks) if len(peaks) == 2 else None, ""))
     table = Table(
-        f"Memory budget: {size(decision.BUDGET_BYTES)} at the peak for everything that runs on the machine",
+        f"Memory budget: {size(BUDGET_BYTES)} at the peak for everything that runs on the machine",
         "model",
         ["highest seen", "left for the rest", "within budget"],
     )
     for title, peak, key in rows:
-        verdict = (
-            "undecided" if peak is None else "pass" if peak < decision.BUDGET_BYTES else "fail"
-        )
-        left = (
-            "none"
-            if verdict == "fail"
-            else DASH
-            if peak is None
-            else size(decision.BUDGET_BYTES - peak)
-        )
+        verdict = "undecided" if peak is None else "pass" if peak < BUDGET_BYTES else "fail"
+        left = "none" if verdict == "fail" else DASH if peak is None else size(BUDGET_BYTES - peak)
         figure = Cell("not measured") if peak is None else Cell(size(peak), key=key)
         table.rows.append(
             (title, [figure, Cell(left), Cell(ANSWERS[verdict], css=f"word {verdict}")])
@@ -222,22 +218,39 @@ class DecisionStep:
 
 
 def outcome(run: LoadedRun) -> Standing:
-    return decision.outcome(run.aggregates, run.verdict)
+    """Return the run's outcome; a run of version 0.1.0 has no more than `passed`."""
+    verdict = run.verdict
+    if not verdict.sentence:
+        return "undecided"
+    if verdict.outcome is not None:
+        return verdict.outcome
+    if not verdict.passed:
+        return "loses"
+    return decision.standing_of(run.aggregates, verdict.candidate or "")
 
 
-def badge(run: LoadedRun) -> str:
-    """Return the decision in a few words: the recommendation's where a candidate was served, else the verdict's."""
-    advice = recommendation(run) if run.sentence else None
-    return (advice.badge if advice else "") or run.verdict.badge or outcome(run)
-
-
-def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
+def checklist_items(run: LoadedRun) -> list[ChecklistItem]:
     """Return the drop-in checklist; [] where no candidate was served."""
     if run.candidate is None:
         return []
-    names = run.candidate.name, run.incumbent.name if run.incumbent else None
-    with_thinking = {w.name for w in run.inputs if w.thinking}
-    return decision.checklist(run.aggregates, *names, run.measured, with_thinking, run.answer_pairs)
+    return checklist(
+        run.aggregates,
+        run.candidate.name,
+        run.incumbent.name if run.incumbent else None,
+        run.measured,
+        with_thinking={w.name for w in run.inputs if w.thinking},
+        answers=_answers(run),
+    )
+
+
+def _answers(run: LoadedRun) -> dict[str, PairedGate] | None:
+    """Return the candidate's gates against the incumbent's answers; None where not both are on record."""
+    if run.candidate is None or run.incumbent is None:
+        return None
+    names = (run.candidate.name, run.incumbent.name)
+    if not set(names) <= {r.backend for r in run.measured}:
+        return None
+    return pair_answers(run.measured, *names, run.sampled)
 
 
 def checklist_title(run: LoadedRun) -> str:
@@ -245,25 +258,17 @@ def checklist_title(run: LoadedRun) -> str:
     return " instead of ".join(labels)
 
 
-def checklist_table(run: LoadedRun) -> Table:
+def checklist_table(run: LoadedRun, items: list[ChecklistItem]) -> Table:
     table = Table(
         f"{checklist_title(run)}, from this run alone", "the candidate", ["outcome", "evidence"]
     )
-    for row in checklist(run):
+    for row in items:
         cells = [
             Cell(ANSWERS[row.verdict], css=f"word {row.verdict}"),
             Cell(row.evidence, css="word"),
         ]
         table.rows.append((row.item, cells))
     return table
-
-
-def recommendation(run: LoadedRun) -> decision.Recommendation | None:
-    """Return what judge.decision recommends; None where no candidate was served."""
-    if run.candidate is None:
-        return None
-    names = run.candidate.name, run.incumbent.name if run.incumbent else None
-    return decision.recommendation(run.aggregates, *names, checklist(run), run.answer_pairs)
 
 
 def operation_changes(run: LoadedRun) -> list[str]:
@@ -299,25 +304,27 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
     audit = next((s for s in run.document.stages if s.name == f"audit-{model}"), None)
     steps = []
     if audit is not None:
-        sound: Outcome | Literal[""] = "" if audit.ok is None else "pass" if audit.ok else "fail"
+        sound: Outcome | Literal[""] = ""
+        if audit.ok is not None:
+            sound = "pass" if audit.ok else "fail"
         steps.append(DecisionStep(f"every tensor audited: {audit.summary}", sound))
     steps += [_gates(run, side) for side in sides]
     steps += _members(run, model)
     if not any(s.kind == "served" for s in sides):
         steps.append(DecisionStep("serving: not tried"))
-    verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
-    compared = any(gate.compared for gate in decision.deciding_gates(run.aggregates, model))
-    end = {
-        "pass": f"{'keeps' if compared else 'passes'} every gate",
-        "fail": f"{'loses' if compared else 'fails'}: try the next strategy",
+    standing = decision.standing_of(run.aggregates, model, with_speed=False)
+    if audit is not None and audit.ok is False:
+        standing = "loses"
+    gates = decision.deciding_gates(run.aggregates, model)
+    compared = any(gate.compared for gate in gates)
+    text = {
+        "keeps": f"{'keeps' if compared else 'passes'} every gate",
+        "loses": f"{'loses' if compared else 'fails'}: try the next strategy",
+        "fragile": "fragile, keeps in one arithmetic what it loses in another: try the next strategy",
         "undecided": "open: more answers needed",
-    }
-    text = end[verdict]
-    if verdict == "fail" and decision.standing_of(run.aggregates, model) == "fragile":
-        text = "fragile, keeps in one arithmetic what it loses in another: try the next strategy"
-    return DecisionStep(
-        f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps
-    )
+    }[standing]
+    end = ", the candidate" if chosen else ""
+    return DecisionStep(f"{run.label(model)}: {text}{end}", CSS[standing], steps)
 
 
 def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
@@ -325,30 +332,33 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
     members = run.aggregates.members.get(model, {})
     if not members:
         return []
-    gates = [g for g in decision.deciding_gates(run.aggregates, model) if "+" in g.where]
-    verdict = decision.combined([g.outcome for g in gates] or ["undecided"])
-    named = ", ".join(
-        dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass")
-    )
-    text = f"{len(members)} further arithmetics: {sum(g.outcome == 'pass' for g in gates)} of {len(gates)} gates kept"
-    return [DecisionStep("; ".join(filter(None, [text, named])), verdict)]
+    gates = [g for g in decision.deciding_gates(run.aggregates, model) if g.place in members]
+    kept = sum(gate.verdict == "keeps" for gate in gates)
+    verdict = worst(gate.verdict for gate in gates)
+    text = f"{len(members)} further arithmetics: {kept} of {len(gates)} gates kept"
+    if verdict != "keeps":
+        blamed = (gate for gate in gates if gate.verdict == verdict)
+        places = (f"{gate_title(gate)} ({place_name(gate.place)})" for gate in blamed)
+        text = f"{text}; {', '.join(dict.fromkeys(places))}"
+    return [DecisionStep(text, CSS[verdict])]
 
 
 def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     """Return a side's gates as one step that names the failing ones, else the undecided ones."""
     gates = side.deciding
-    verdict = decision.combined([r.verdict for r in gates.values()] or ["undecided"])
-    blamed = {gate: r for gate, r in gates.items() if r.verdict == verdict != "pass"}
-    named = ", ".join(
-        f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}" for gate, r in blamed.items()
-    )
+    results = {result.verdict for result in gates.values()}
+    verdict = next((v for v in ("fail", "undecided", "pass") if v in results), "undecided")
+    passed = sum(r.verdict == "pass" for r in gates.values())
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
-    where = (
-        "smoke test and gates behind a server"
-        if side.kind == "served"
-        else f"gates under {side.title}"
-    )
-    text = (
-        f"{where}: {sum(r.verdict == 'pass' for r in gates.values())} of {len(gates)} gates {verb}"
-    )
-    return DecisionStep("; ".join(filter(None, [text, named])), verdict)
+    where = f"gates under {side.title}"
+    if side.kind == "served":
+        where = "smoke test and gates behind a server"
+    text = f"{where}: {passed} of {len(gates)} gates {verb}"
+    if verdict != "pass" and gates:
+        blamed = ", ".join(
+            f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}"
+            for gate, r in gates.items()
+            if r.verdict == verdict
+        )
+        text = f"{text}; {blamed}"
+    return DecisionStep(text, verdict)

@@ -44,6 +44,11 @@ def share(value: float | None) -> str:
     return f"{100 * value:.{digits}f}\u00a0%"
 
 
+def percent(value: float) -> str:
+    """Return a share as a percentage without its unit."""
+    return share(value).removesuffix("\u00a0%")
+
+
 def size(size_bytes: float | None) -> str:
     """Return a size in decimal units."""
     if size_bytes is None:

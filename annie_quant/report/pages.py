@@ -256,6 +256,7 @@ def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
 def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
     """Return report.html, report.md and comparison.md, made of the same values."""
     check = check_figures(run)
+    items = comparison.checklist_items(run)
     values = {
         "version": __version__,
         "text": format,
@@ -265,10 +266,11 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "check": check,
         "sentence": run.sentence or "No verdict has been reached for this run.",
         "outcome": format.CSS[comparison.outcome(run)],
-        "badge": comparison.badge(run),
+        "badge": run.verdict.badge or comparison.outcome(run),
         "caveats": caveats(run),
         "times": tables.TIMES,
         "main": tables.side_by_side(run),
+        "changes": tables.changes(run),
         "gates": tables.gates_table(run),
         "kl": tables.kl_table(run),
         "latency": {metric: tables.latency_table(run, metric) for metric in tables.LABELS},
@@ -278,10 +280,9 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "memory": tables.memory_table(run),
         "ladders": tables.ladder_tables(run),
         "browser": collect(run),
-        "checklist": comparison.checklist(run),
+        "checklist": items,
         "checklist_title": comparison.checklist_title(run),
-        "checklist_table": comparison.checklist_table(run),
-        "advice": comparison.recommendation(run),
+        "checklist_table": comparison.checklist_table(run, items),
         "operation": comparison.operation_changes(run),
         "tree": comparison.decision_tree(run),
         "stages": tables.stages_table(run),

@@ -27,6 +27,7 @@ from annie_quant.core.progress import Progress, as_progress
 from annie_quant.core.secrets import secret_in
 from annie_quant.documents import SpeedGate, salvage_or_default
 from annie_quant.judge import decision
+from annie_quant.judge.decision import wording
 from annie_quant.report import card
 from annie_quant.report.recheck import check_figures, first, judge_again, verdict_differences
 from annie_quant.report.run import REFERENCE, LoadedRun, load
@@ -197,13 +198,13 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     """
     sides, judged = run.sides_of(model), judge_again(run.folder)
     problems = [
-        f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
+        f"{'loses' if gate.compared else 'fails'} {wording.with_counts(gate)}: {wording.evidence(gate)}"
         for aggregates in (run.aggregates, judged.aggregates)
         for gate in decision.deciding_gates(aggregates, model)
-        if gate.outcome == "fail" and not isinstance(gate.result, SpeedGate)
+        if gate.verdict == "loses" and not isinstance(gate.result, SpeedGate)
     ]
     problems = [*dict.fromkeys(problems), *verdict_differences(run, judged)]
-    if (chosen := decision.decision(judged.aggregates, model)) and chosen.confounded:
+    if (chosen := decision.candidate_decision(judged.aggregates, model)) and chosen.confounded:
         problems.append(f"CONFOUNDED: {', '.join(chosen.confounded)}")
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")

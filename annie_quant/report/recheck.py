@@ -170,7 +170,7 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         else None
     )
     return replace(
-        run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate)
+        run.document, aggregates=aggregates, verdict=decision.run_verdict(aggregates, candidate)
     )
 
 

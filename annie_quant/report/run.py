@@ -195,6 +195,12 @@ class LoadedRun:
     def model(self, model: str) -> documents.ModelRow:
         return next((m for m in self.models if m.name == model), documents.ModelRow(name=model))
 
+    def is_reference(self, side: MeasuredSide) -> bool:
+        """Return whether other sides are compared with this one; what bf16 itself misses is no loss."""
+        roles = self.aggregates.roles
+        stated = roles.reference if roles else None
+        return side.how == "reference" or (side.kind == "served" and side.name == stated)
+
     def folder_of(self, model: str) -> Path | None:
         """Return the folder of a model's checkpoint; None where it is not known or not there."""
         places = [self.folder / "models" / model]
@@ -250,14 +256,6 @@ class LoadedRun:
     def incumbent(self) -> ServedModel | None:
         """The side that the candidate would replace, as it was served."""
         return self._served_as(self.verdict.incumbent)
-
-    @cached_property
-    def answer_pairs(self) -> decision.AnswerPairs | None:
-        """The candidate's and the incumbent's answers to the same prompts; None where not both are on record."""
-        sides = [s.name for s in (self.candidate, self.incumbent) if s is not None]
-        if len(sides) < 2 or not {*sides} <= {r.backend for r in self.measured}:
-            return None
-        return decision.pair_answers(self.measured, sides[0], sides[1], self.sampled)
 
     @cached_property
     def evaluations(self) -> dict[str, documents.Evaluation]:
@@ -416,15 +414,13 @@ def _show_verdict(
             next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None
         )
         if model is not None and (offline := stored.get(model)) is not None:
-            not_tested = (
-                f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""
-            )
             run.document.verdict = documents.Verdict(
                 sentence=f"{model}: {offline.sentence}",
                 passed=offline.verdict not in decision.FAILING
                 and model not in run.aggregates.blocking,
                 outcome=offline.verdict,
-                badge=offline.verdict + not_tested,
+                badge=offline.verdict,
+                head=offline.head,
                 candidate=model,
                 reasons=offline.reasons,
             )
@@ -438,7 +434,8 @@ def _show_verdict(
         run.document.verdict = documents.Verdict(
             sentence=f"{name} was added after the verdict, which does not cover it: {JUDGE}",
             outcome="undecided",
-            badge="undecided: judge again",
+            head=[f"Next: judge again, {JUDGE}."],
+            badge="undecided",
             candidate=candidate,
             incumbent=verdict.incumbent,
             caveats=verdict.caveats,

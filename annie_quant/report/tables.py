@@ -19,6 +19,7 @@ from msgspec import to_builtins
 from annie_quant import documents
 from annie_quant.core.text import inert
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.judge.decision.wording import is_change
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
@@ -75,22 +76,18 @@ def figure(text: str, key: str, value: float | None) -> Cell:
     return Cell(text, key=key, sort=value)
 
 
-def gate_cell(side: MeasuredSide, gate: str) -> Cell:
+def gate_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
+    """Return a gate's passes with its verdict; the reference loses nothing, so it has neither sign nor colour."""
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
-    sub = (
-        format.interval(result.low, result.high, lambda v: format.share(v).removesuffix("\u00a0%"))
-        + "\u00a0%"
-    )
-    css = "advisory" if result.advisory else result.verdict
-    return Cell(
-        f"{passes(result)} {format.SIGNS[result.verdict]}",
-        sub,
-        f"gate|{side.key}|{gate}",
-        css,
-        sort=result.rate,
-    )
+    numbers = format.interval(result.low, result.high, format.percent)
+    text = passes(result)
+    css = "none"
+    if not run.is_reference(side):
+        text = f"{text} {format.SIGNS[result.verdict]}"
+        css = "advisory" if result.advisory else result.verdict
+    return Cell(text, f"{numbers}\u00a0%", f"gate|{side.key}|{gate}", css, sort=result.rate)
 
 
 def passes(result: documents.GateResult) -> str:
@@ -131,25 +128,15 @@ def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
 TIMES = "Times: over all requests of a side; the verdict compares two sides over the prompts that both answered."
 
 
+CELLS = "Passes of n with ✓ keeps, ✗ loses, ? undecided, and the 95 % interval below."
+CHANGED = f"Changed against bf16's own answers; a change is not an error. {CELLS}"
+
+
 def side_by_side(run: LoadedRun) -> Table:
-    """Sizes, gates and speed of all models; unlisted models only where there is no other."""
-    table = Table(
-        f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}",
-        "",
-        [],
+    """Return sizes, gates with a right and wrong, and speed of all models."""
+    table, models, columns = _sides_table(
+        run, f"Right or wrong, by labels and rules. {CELLS} {TIMES}"
     )
-    models = [m for m in run.models if m.name not in run.unlisted] or run.models
-    columns: list[MeasuredSide | None] = []
-    for model in models:
-        sides = run.sides_of(model.name)
-        columns += sides or [None]
-        table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
-        # Two lines: the arithmetic or "served", then "offline" or the server.
-        places = {
-            s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline"
-            for s in sides
-        }
-        table.header += [f"{s.how}\n{places[s.key]}" for s in sides] or ["not measured"]
 
     def add_model_row(title: str, cell: Callable[[documents.ModelRow], Cell]) -> None:
         cells = [cell(m) for m in models]
@@ -169,12 +156,7 @@ def side_by_side(run: LoadedRun) -> Table:
         lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"),
     )
     add_model_row("decode, tok/s (predicted)", predicted_cell)
-    for gate in run.gate_names:
-        advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
-        title = run.gate_title(gate) + (" (informs only)" if advisory else "")
-        table.rows.append(
-            (title, [gate_cell(s, gate) if s else Cell("", css="none") for s in columns])
-        )
+    _add_gates(table, run, columns, [gate for gate in run.gate_names if not is_change(gate)])
     add_served_row(
         "content TTFT p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms")
     )
@@ -186,6 +168,44 @@ def side_by_side(run: LoadedRun) -> Table:
         "decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s")
     )
     return table
+
+
+def changes(run: LoadedRun) -> Table:
+    """Return the gates that compare with bf16's own answers, of all models."""
+    table, _, columns = _sides_table(run, CHANGED)
+    _add_gates(table, run, columns, [gate for gate in run.gate_names if is_change(gate)])
+    return table
+
+
+def _sides_table(
+    run: LoadedRun, caption: str
+) -> tuple[Table, list[documents.ModelRow], list[MeasuredSide | None]]:
+    """Return a table without rows, its models and its columns; unlisted models only where there is no other."""
+    table = Table(caption, "", [])
+    models = [m for m in run.models if m.name not in run.unlisted] or run.models
+    columns: list[MeasuredSide | None] = []
+    for model in models:
+        sides = run.sides_of(model.name)
+        columns += sides or [None]
+        table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
+        for side in sides:
+            # Two lines: the arithmetic or "served", then "offline" or the server.
+            served = side.kind == "served"
+            place = side.title.removesuffix(" served") if served else "offline"
+            table.header.append(f"{side.how}\n{place}")
+        if not sides:
+            table.header.append("not measured")
+    return table, models, columns
+
+
+def _add_gates(
+    table: Table, run: LoadedRun, columns: Sequence[MeasuredSide | None], gates: Sequence[str]
+) -> None:
+    for gate in gates:
+        advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
+        title = run.gate_title(gate) + (" (informs only)" if advisory else "")
+        cells = [gate_cell(run, s, gate) if s else Cell("", css="none") for s in columns]
+        table.rows.append((title, cells))
 
 
 def predicted_cell(model: documents.ModelRow) -> Cell:
@@ -215,9 +235,7 @@ def gates_table(run: LoadedRun) -> Table:
                 format.interval(r.low, r.high, format.share), f"interval|{key}", r.low
             ),
             "rule": Cell(format.share(r.threshold), r.rule, css="rule", sort=r.threshold),
-            "verdict": Cell(
-                f"{format.SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"
-            ),
+            "verdict": _verdict_cell(run, side, gate),
             "n to decide": Cell(format.count(r.n_to_decide) if r.n_to_decide else ""),
             "requirement": Cell(
                 MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "",
@@ -226,6 +244,13 @@ def gates_table(run: LoadedRun) -> Table:
         }
         table.add(run.label(side.model), cells)
     return table
+
+
+def _verdict_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
+    verdict = side.gates[gate].verdict
+    if run.is_reference(side):
+        return Cell("reference", css="word none")
+    return Cell(f"{format.SIGNS[verdict]} {side.word(gate)}", css=f"word {verdict}")
 
 
 def latency_table(run: LoadedRun, metric: str) -> Table:

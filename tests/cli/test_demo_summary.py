@@ -38,16 +38,23 @@ def run(**members: OfflineSide) -> Aggregates:
 @pytest.mark.parametrize(
     ("members", "sentence"),
     [
-        ({"w4a4": side(), "w4a4+bf16": side(tool_call=1)}, "keeps all 3 gates in 2 arithmetics."),
-        ({"w4a4": side()}, "keeps all 3 gates in 1 arithmetic."),
-        ({"w4a4": side(tool_call=24)}, "loses tool calls (24 of 240 lost and 0 won, W4A4)."),
+        (
+            {"w4a4": side(), "w4a4+bf16": side(tool_call=1)},
+            "keeps everything that was tested under W4A4 (3 gates)",
+        ),
+        (
+            {"w4a4": side(tool_call=24)},
+            "loses under W4A4: does not call the right tool (24 more of 240 prompts)",
+        ),
         (
             {"w4a4": side(), "w4a4+bf16": side(tool_call=24)},
-            "is fragile, it loses in part of the arithmetics tool calls (24 of 240 lost and 0 won, W4A4+bf16).",
+            "is fragile under W4A4: in some of its arithmetics, not in all, it does not call the right "
+            "tool (24 more of 240 prompts)",
         ),
         (
             {"w4a4": side(100, factual=3)},
-            "loses no gate for sure, too few answers about factual (3 of 100 lost and 0 won, W4A4).",
+            "is undecided under W4A4, too few prompts to exclude that it gets a fact wrong "
+            "(3 more of 100 prompts)",
         ),
     ],
 )
@@ -56,20 +63,21 @@ def test_a_claim_is_the_decision(members, sentence):
     assert claim(run(**members), "nv") == sentence
 
 
-def test_the_place_with_most_losses_is_shown_and_gates_beyond_three_are_counted():
+def test_the_profiles_own_counts_are_shown_and_gates_beyond_three_are_counted():
     members = {"w4a4": side(tool_call=24), "w4a4+perm1": side(tool_call=48)}
-    assert claim(run(**members), "nv") == "loses tool calls (48 of 240 lost and 0 won, W4A4+perm1)."
+    assert claim(run(**members), "nv").endswith("the right tool (24 more of 240 prompts)")
     many = side(tool_call=60, factual=50, no_markdown=40, abstention=30)
-    assert claim(run(w4a4=many), "nv").endswith(
-        "factual (50 of 240 lost and 0 won, W4A4) and 2 more gates."
+    assert claim(run(w4a4=many), "nv") == (
+        "loses under W4A4: does not call the right tool (60 more of 240 prompts), gets a fact wrong "
+        "(50 more of 240), calls a tool where none fits (30 more of 240) and 1 more"
     )
 
 
 def test_what_blocks_the_verdict_is_the_claim():
     aggregates = run(w4a4=side())
     aggregates.blocking = {"nv": ["the tokenizer differs"]}
-    assert claim(aggregates, "nv") == "cannot be compared: the tokenizer differs."
-    assert claim(aggregates, "unknown") == "was not judged."
+    assert claim(aggregates, "nv") == "cannot be compared: the tokenizer differs"
+    assert claim(aggregates, "unknown") == "was not judged"
 
 
 def test_the_screen_has_every_model_with_its_size_and_one_sentence_about_speed():

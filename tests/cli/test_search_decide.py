@@ -21,6 +21,7 @@ from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
 from annie_quant.judge import decision
+from annie_quant.judge.decision import rule, wording
 from annie_quant.judge.gates import GATES, LARGE_N, decide
 from annie_quant.judge.sampling import answers_per_gate
 from annie_quant.quantize import estimates
@@ -44,23 +45,25 @@ def judged(members):
 @pytest.mark.parametrize("lost", range(0, 31))
 def test_a_strategy_that_could_still_keep_is_never_dropped_as_impossible(lost):
     """The first reason is exact: if no other prompt changes, the gate does not keep at the last look."""
-    reason = decision.cannot_keep("tool_call", pair("tool_call", 30 - lost, 30), 240, 2)
+    reason = rule.cannot_keep("tool_call", pair("tool_call", 30 - lost, 30), 240, 2)
     could = pair("tool_call", 240 - lost, 240).verdict == "keeps"
     assert bool(reason) >= (not could)
-    if reason and "even without" in reason:
+    if reason == "out of reach":
         assert not could
 
 
 def test_one_leak_drops_at_once_and_facts_only_after_too_many_losses():
-    assert "none may be lost" in decision.cannot_keep(
-        "thinking_leak", pair("thinking_leak", 29, 30), 505, 2
+    leak = pair("thinking_leak", 29, 30)
+    assert rule.cannot_keep("thinking_leak", leak, 505, 2) == "no margin"
+    assert wording.dropped("thinking_leak", leak, 505, "no margin") == (
+        "no thinking leak lost 1 and won 0 of 30: none may be lost"
     )
-    assert decision.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
+    assert rule.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
     # Of 100 facts one may be lost for a lower bound above -5 points; of 160, three.
-    assert decision.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
-    assert decision.cannot_keep("factual", pair("factual", 28, 30), 100, 2)
-    assert decision.cannot_keep("factual", pair("factual", 27, 30), 160, 2) is None
-    assert decision.cannot_keep("factual", pair("factual", 26, 30), 160, 2)
+    assert rule.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
+    assert rule.cannot_keep("factual", pair("factual", 28, 30), 100, 2)
+    assert rule.cannot_keep("factual", pair("factual", 27, 30), 160, 2) is None
+    assert rule.cannot_keep("factual", pair("factual", 26, 30), 160, 2)
 
 
 def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percent_of_searches():
@@ -70,7 +73,7 @@ def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percen
         changed = [rng.choice((-1, 1)) for _ in range(30) if rng.random() < 0.04]
         counts = PairedGate(30, changed.count(-1), changed.count(1))
         counts = judged({"w4a4": {"tool_call": counts}})["w4a4"]["tool_call"]
-        dropped += bool(decision.cannot_keep("tool_call", counts, 240, 2))
+        dropped += bool(rule.cannot_keep("tool_call", counts, 240, 2))
     assert dropped / 1000 <= 0.05
 
 
@@ -120,7 +123,10 @@ def test_passing_needs_every_gate_under_every_required_numerics():
     assert "weight-only" in decision.final_reasons(good[0], weight_only, both_numerics)[0]
     assert decision.final_reasons(good[0], weight_only, ("w4a16",)) == []
     nothing = judge.judge_members({"w4a16": {}})
-    assert "no gate tests anything" in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
+    assert (
+        "nothing was tested that bf16 does"
+        in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
+    )
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():

@@ -122,7 +122,7 @@ def test_a_strategy_must_keep_in_every_draw():
         and not good.why
         and [d.verdict.verdict for d in good.draws] == ["keeps", "keeps"]
     )
-    assert not bad.passed and bad.why[0].startswith("calibration draw 1: Loses tool calls")
+    assert not bad.passed and bad.why[0].startswith("calibration draw 1: Loses under W4A4: ")
     assert [d.verdict.verdict for d in bad.draws] == ["loses", "keeps"], (
         "the further draws still show the spread"
     )

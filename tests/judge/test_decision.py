@@ -9,8 +9,9 @@ from msgspec import structs
 
 from annie_quant import documents, judge
 from annie_quant.judge import decision
-from annie_quant.judge.decision.judged import JudgedGate
+from annie_quant.judge.decision import JudgedGate, wording
 from annie_quant.judge.gates import Threshold, decide
+from annie_quant.report.checklist import checklist, pair_answers
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
 
@@ -84,9 +85,11 @@ def test_the_roles_are_those_that_the_run_states():
         }
     )
     assert (verdict.candidate, verdict.incumbent, verdict.passed) == ("mlp_only", "q4_k_m", True)
-    assert verdict.sentence.startswith("NVFP4 mlp_only passes every gate")
-    assert "content TTFT 90 ms against 300" in verdict.sentence
+    assert verdict.sentence == (
+        "NVFP4 mlp_only passes everything that was tested under its server (3 gates)."
+    )
     reasons = " ".join(verdict.reasons)
+    assert "content TTFT 90 ms against 300" in reasons
     assert "NVFP4 naive fails tool calls 20 of 100" in reasons
     assert "content TTFT is better than Q4_K_M's by 210 ms (95 % -211 to -209" in reasons
     assert "size 8 MB against 5.5 MB" in reasons
@@ -104,9 +107,8 @@ def test_figures_from_1000_on_are_whole_numbers():
             "comparisons": comparisons,
         }
     )
-    assert (
-        "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374."
-        in verdict.sentence
+    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374" in " ".join(
+        verdict.reasons
     )
     reason = next(r for r in verdict.reasons if r.startswith("content TTFT"))
     assert "better than Q4_K_M's by 1218 ms (95 % -1219 to -1217," in reason
@@ -118,22 +120,24 @@ def test_a_failing_candidate_names_its_gates():
     )
     assert verdict.passed is False
     assert verdict.sentence == (
-        "NVFP4 naive fails 2 gates: tool calls 20 of 100 (served); no thinking leak 97 of 100 "
-        "(served). It cannot replace Q4_K_M."
+        "NVFP4 naive fails under its server: does not call the right tool (80 of 100 prompts) and "
+        "shows its thinking in the answer (3 of 100)."
+    )
+    assert verdict.head[2] == (
+        "Next: stay with Q4_K_M; do not serve it; try other strategies: annie-quant search."
     )
 
 
 def test_the_evidence_of_a_speed_gate_is_its_interval():
     measured = {"metric": "ttft_content_ms", "value": 130.0, "limit": 120.0, "verdict": "fail"}
-    gate = JudgedGate(
-        "served", "TTFT", documents.SpeedGate(low=125.0, high=140.0, n=40, **measured)
-    )
-    assert (str(gate), gate.evidence) == (
-        "TTFT 130 ms, limit 120 (served)",
-        "95 % interval 125 to 140",
-    )
-    one = JudgedGate("served", "TTFT", documents.SpeedGate(low=None, high=None, n=1, **measured))
-    assert one.evidence == "too few answers for an interval"
+    limit = documents.SpeedGate(low=125.0, high=140.0, n=40, **measured)
+    gate = JudgedGate("served", "ttft_content_ms", "loses", None, limit)
+    assert wording.with_counts(gate) == "content TTFT 130 ms, limit 120 (served)"
+    assert wording.evidence(gate) == "95 % interval 125 to 140"
+    assert wording.fault(gate) == "answers too late (130 ms, limit 120)"
+    one = documents.SpeedGate(low=None, high=None, n=1, **measured)
+    gate = JudgedGate("served", "ttft_content_ms", "loses", None, one)
+    assert wording.evidence(gate) == "too few answers for an interval"
 
 
 def test_speed_never_outweighs_a_failed_gate():
@@ -153,14 +157,19 @@ def test_offline_failures_count_and_are_named_by_numerics():
     verdict = judge.verdict(
         {"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline}
     )
-    assert verdict.passed is False and "tool calls 30 of 100 (W4A4)" in verdict.sentence
+    assert verdict.passed is False
+    assert "fails under W4A4: does not call the right tool (70 of 100 prompts)" in verdict.sentence
+    assert verdict.head[0] == (
+        "Where: loses under W4A4 (vLLM CUTLASS); keeps under its server and W4A16 (Marlin)."
+    )
     alone = judge.verdict({"models": MODELS, "offline": offline})
     assert alone.candidate == "mlp_only" and alone.incumbent is None and alone.passed is False
 
 
 def test_undecided_gates_are_caveats_with_the_n_that_decides():
     verdict = judge.verdict({"served": {"a": side(tools=65), "b": side()}})
-    assert verdict.passed is True and "cannot be decided" in verdict.sentence
+    assert verdict.passed is True and "too few prompts" in verdict.sentence
+    assert verdict.head[2].startswith("Next: stay with b; judge more prompts, about ")
     assert any(
         "undecided: tool calls 65 of 100" in c and "answers would decide it" in c
         for c in verdict.caveats
@@ -209,7 +218,7 @@ def test_a_confound_counts_only_for_the_pair_it_is_about():
     assert (loud.passed, loud.outcome, loud.badge) == (
         False,
         "undecided",
-        "undecided: different models",
+        "confounded",
     )
     assert loud.caveats[0] == "they differ"
     quiet = judge.verdict(run | {"confounds": [finding | {"backends": ["a", "b"]}]})
@@ -232,7 +241,7 @@ def test_the_checklist_counts_the_candidates_own_records():
         row("mlp_only", error="HTTP 500"),
         row("q4_k_m", error="HTTP 500"),
     ]
-    items = decision.checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"})
+    items = checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"})
     verdicts = {item.item: (item.verdict, item.evidence) for item in items}
     assert verdicts["speaks the OpenAI API"] == ("fail", "1 of 2 chat completions succeeded")
     assert verdicts["calls tools"] == ("pass", "95 of 100, served")
@@ -251,22 +260,16 @@ def test_the_checklist_counts_the_candidates_own_records():
 
 
 @pytest.mark.parametrize(
-    ("lost", "won", "verdict", "losses", "gains"),
+    ("lost", "won", "verdict"),
     [
-        (0, 0, "pass", 0, 0),
-        (12, 0, "fail", 1, 0),
-        (0, 12, "pass", 0, 1),
-        (12, 12, "undecided", 0, 0),  # the rates are the same, and a quarter of the answers changed
-        (
-            7,
-            0,
-            "fail",
-            1,
-            0,
-        ),  # 88 and 81 of 100: the two intervals overlap, the same prompts decide
+        (0, 0, "pass"),
+        (12, 0, "fail"),
+        (0, 12, "pass"),
+        (12, 12, "undecided"),  # the rates are the same, and a quarter of the answers changed
+        (7, 0, "fail"),  # 88 and 81 of 100: the two intervals overlap, the same prompts decide
     ],
 )
-def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gains):
+def test_the_checklist_compares_the_same_prompts(lost, won, verdict):
     """It compared two intervals, which overlap where seven prompts are lost and none won."""
 
     def answer(backend, i):
@@ -285,22 +288,13 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
     aggregates = typed(mlp_only=side(), q4_k_m=side())
-    answers = decision.pair_answers(records, "mlp_only", "q4_k_m")
-    items = decision.checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"}, answers)
+    answers = pair_answers(records, "mlp_only", "q4_k_m")
+    items = checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"}, answers)
     assert next(item.verdict for item in items if item.item == "answers no worse") == verdict
-    result = decision.gains_and_losses(aggregates, "mlp_only", "q4_k_m", answers)
-    assert (len(result[1]), len(result[0])) == (losses, gains)
 
 
-def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
-    aggregates = typed(mlp_only=side(), q4_k_m=side())
-    cases = (
-        ("q4_k_m", 1, (0, 0)),
-        ("mlp_only", 1, (0, 0)),
-        ("q4_k_m", 6, (1, 0)),
-        ("mlp_only", 6, (0, 1)),
-    )
-    for leaking, n_leaks, expected in cases:
+def test_one_leak_is_no_loss_against_the_incumbent_and_six_are():
+    for n_leaks, expected in ((1, "undecided"), (6, "fail")):
         records = [
             record_of(
                 id=f"{name}/{i}",
@@ -308,34 +302,57 @@ def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
                 workload="w",
                 case=str(i),
                 finish_reason="stop",
-                checks={"thinking_leak": i >= n_leaks or name != leaking},
+                checks={"thinking_leak": i >= n_leaks or name != "mlp_only"},
             )
             for i in range(100)
             for name in ("mlp_only", "q4_k_m")
         ]
-        answers = decision.pair_answers(records, "mlp_only", "q4_k_m")
-        gains, losses, _ = decision.gains_and_losses(aggregates, "mlp_only", "q4_k_m", answers)
-        assert (len(gains), len(losses)) == expected
+        aggregates = typed(mlp_only=side(), q4_k_m=side())
+        answers = pair_answers(records, "mlp_only", "q4_k_m")
+        items = checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"}, answers)
+        assert next(i.verdict for i in items if i.item == "answers no worse") == expected
 
 
-def test_a_candidate_without_an_incumbent_waits():
-    aggregates = typed(mlp_only=side())
-    advice = decision.recommendation(aggregates, "mlp_only", None, [])
-    assert advice.action == "wait" and "nothing was measured" in advice.sentence
+@pytest.mark.parametrize(
+    ("metric", "difference", "advice"),
+    [
+        (
+            "ttft_content_ms",
+            -40,
+            "switch from Q4_K_M to NVFP4 mlp_only: it is faster (content TTFT)",
+        ),
+        ("ttft_content_ms", 40, "stay with Q4_K_M: NVFP4 mlp_only is slower (content TTFT)"),
+        (
+            "decode_tok_s",
+            40,
+            "stay with Q4_K_M: a user waits no less (decode speed alone is no reason)",
+        ),
+    ],
+)
+def test_what_to_do_next_follows_from_the_verdict_and_the_times(metric, difference, advice):
+    run = {
+        "models": MODELS,
+        "roles": {"candidate": "mlp_only", "incumbent": "q4_k_m"},
+        "served": {"mlp_only": side(), "q4_k_m": side()},
+        "comparisons": [comparison("q4_k_m", "mlp_only", metric, 100, 100 + difference)],
+    }
+    assert f"Next: {advice}." in judge.verdict(run).head
+    slower = [comparison("q4_k_m", "mlp_only", "e2e_ms", 100, 140), *run["comparisons"]]
+    weighed = judge.verdict(run | {"comparisons": slower}).head[2]
+    assert weighed.startswith("Next: weigh it" if difference == -40 else "Next: stay with Q4_K_M")
+    lost = run | {"served": {"mlp_only": side(tools=20), "q4_k_m": side()}}
+    assert judge.verdict(lost).head[2].startswith("Next: stay with Q4_K_M; do not serve it")
+
+
+def test_a_candidate_without_an_incumbent_replaces_nothing():
+    verdict = judge.verdict({"served": {"mlp_only": side()}})
+    assert "nothing was measured that it could replace" in verdict.head[2]
 
 
 def test_the_outcome_is_undecided_while_a_gate_is():
     aggregates = typed(mlp_only=side(tools=65), q4_k_m=side())
     verdict = judge.verdict(aggregates)
-    assert verdict.passed and decision.outcome(aggregates, verdict) == "undecided"
-    assert decision.outcome(aggregates, documents.Verdict()) == "undecided"
-    failed = typed(mlp_only=side(tools=20))
-    assert decision.outcome(failed, judge.verdict(failed)) == "loses"
-    assert (
-        decision.combined(["pass", "undecided", "fail"]) == "fail"
-        and decision.combined([]) == "pass"
-    )
-    assert (
-        decision.served_as(aggregates, "q4_k_m") == "q4_k_m"
-        and decision.served_as(aggregates, "other") is None
-    )
+    assert verdict.passed and verdict.outcome == "undecided"
+    assert judge.verdict(typed(mlp_only=side(tools=20))).outcome == "loses"
+    assert decision.served_as(aggregates, "q4_k_m") == "q4_k_m"
+    assert decision.served_as(aggregates, "other") is None

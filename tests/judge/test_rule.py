@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import evaluations
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from scipy.stats import binomtest
 
 from annie_quant import documents, judge
 from annie_quant.documents import PairedGate, PooledGates
-from annie_quant.judge.decision import judge_gates, rule
+from annie_quant.judge import decision, evidence
+from annie_quant.judge.decision import judge_gates, rule, wording
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import score_interval
@@ -89,7 +91,7 @@ def test_the_figures_next_to_a_gate_that_compares_with_the_reference_use_its_rul
         same_tool=(50, 6, 0)
     )  # 12 %: a loss against zero at 5 % / looks, not against the margin
     assert rule.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
-    assert rule.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
+    assert rule.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2) == "a loss"
 
 
 def member_of_one(gate, n, lost):
@@ -125,10 +127,8 @@ def test_one_leak_under_one_arithmetic_is_not_fragile():
         for i in range(4)
     }
     assert judge.judge_members(members).verdict == "undecided"
-    assert (
-        judge.judge_members({**members, "w4a4+3": member(thinking_leak=(180, 9, 0))}).verdict
-        == "fragile"
-    )
+    lost = {**members, "w4a4+3": member(thinking_leak=(180, 9, 0))}
+    assert judge.judge_members(lost).verdict == "fragile"
 
 
 def test_the_prompts_that_would_decide_a_gate_without_a_margin():
@@ -166,7 +166,9 @@ def test_a_checkpoint_never_loses_what_bf16_misses():
     """bf16 has one of five facts and so has the checkpoint; the absolute requirement is missed and decides nothing."""
     rows = [({"factual": i < 60}, {"factual": i < 60}) for i in range(300)]
     pairs, _ = pair_checks(rows)
-    table = rule.apply(tabulate(new for _, new in rows), judge_gates({"w4a4": pairs})[0]["w4a4"])
+    table = decision.apply(
+        tabulate(new for _, new in rows), judge_gates({"w4a4": pairs})[0]["w4a4"]
+    )
     assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == (
         "pass",
         "fail",
@@ -232,10 +234,12 @@ def test_small_losses_in_many_gates_are_a_pooled_loss():
         "undecided"
     }
     assert "20 right answers lost and 0 won of 500" in " ".join(verdict.reasons)
-    assert "all gates together" in verdict.sentence
+    assert verdict.sentence.startswith(
+        "Loses under W4A4: gets fewer answers right, over all gates together (20 more of 500 prompts)"
+    )
 
 
-def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
+def test_the_verdict_is_that_of_the_worst_profile_and_fragile_is_within_one():
     verdict = judge.judge_members(
         {
             "vllm-cutlass": member(tool_call=(240, 58, 0)),
@@ -243,26 +247,127 @@ def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
             "float32+perm1": member(tool_call=(240, 1, 0)),
         }
     )
-    assert verdict.verdict == "fragile"
+    assert verdict.verdict == "loses", "one arithmetic keeps, another loses: not fragile"
     assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
     assert verdict.sentence == (
-        "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, "
-        "several calls, use a result, right answer, form, stop, thinking (0 answers)."
+        "Loses under vLLM CUTLASS: does not call the right tool (58 more of 240 prompts)."
+    )
+    assert verdict.head[0] == (
+        "Where: loses under vLLM CUTLASS (W4A4); keeps under float32 (no server)."
+    )
+    assert verdict.head[3] == (
+        "Not tested: decline, right arguments, several calls, use a result, right answer, form, "
+        "stop, thinking (0 answers)."
     )
     one = judge.judge_members(
-        {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}
+        {"w4a4": member(tool_call=(240, 0, 0)), "w4a4+perm1": member(tool_call=(240, 58, 0))}
     )
-    assert one.profiles == {"float32": "fragile"}
+    assert one.profiles == {"w4a4": "fragile"} and one.verdict == "fragile"
+    own = judge.judge_members(
+        {"w4a4": member(tool_call=(240, 58, 0)), "w4a4+perm1": member(tool_call=(240, 0, 0))}
+    )
+    assert own.profiles == {"w4a4": "loses"}, "lost in the profile's own arithmetic"
 
 
-def test_a_member_that_is_undecided_elsewhere_still_shows_a_fragile_gate():
+def test_a_profile_that_no_server_computes_counts_only_alone():
+    lost = member(tool_call=(240, 58, 0))
+    kept = member(tool_call=(240, 0, 0))
+    assert judge.judge_members({"float32": lost}).verdict == "loses"
+    both = judge.judge_members({"float32": lost, "vllm-marlin": kept})
+    assert (both.verdict, both.profiles["float32"]) == ("keeps", "loses")
+
+
+def test_a_loss_that_nothing_keeps_is_no_fragility():
+    """perm1 loses what the profile's own arithmetic leaves undecided."""
     verdict = judge.judge_members(
         {
-            "w4a4": member(tool_call=(240, 58, 0), factual=(100, 0, 0)),
-            "w4a16": member(tool_call=(240, 0, 0), factual=(100, 3, 0)),
+            "w4a4": member(tool_call=(240, 12, 6), factual=(100, 0, 0)),
+            "w4a4+perm1": member(tool_call=(240, 58, 0), factual=(100, 3, 0)),
         }
     )
-    assert verdict.verdict == "fragile" and verdict.members["w4a16"].verdict == "undecided"
+    assert verdict.verdict == "loses" and verdict.members["w4a4"].verdict == "undecided"
+    assert "(58 more of 240 prompts)" in verdict.sentence
+
+
+# Qwen2.5-Coder-0.5B, best: (n, lost, won) in all eight arithmetics.
+CODER = {
+    "abstention": (181, 28, 2),
+    "same_decline": (67, 24, 0),
+    "same_text": (338, 55, 2),
+    "same_markdown": (338, 59, 3),
+    "same_several": (60, 39, 2),
+    "same_tool": (338, 70, 8),
+}
+EIGHT = [f"{p}{m}" for p in ("w4a4", "w4a16") for m in ("", "+bf16", "+perm1", "+cut16")]
+
+
+@pytest.mark.parametrize("one_keeps", [None, *EIGHT])
+def test_what_every_arithmetic_loses_is_lost_and_the_worst_label_is_named_first(one_keeps):
+    """It was "Fragile: loses call rate under w4a16+bf16": one gate changed, six were lost in all."""
+    rates = {name: (338, 0 if name == one_keeps else 40, 0) for name in EIGHT}
+    members = {name: member(**CODER, call_rate=rates[name]) for name in EIGHT}
+    verdict = judge.judge_members(members)
+    assert verdict.verdict == "loses" and set(verdict.profiles.values()) == {"loses"}
+    assert verdict.sentence.startswith(
+        "Loses under W4A4 and W4A16: calls a tool where none fits (26 more of 181 prompts), makes "
+        "other calls where bf16 makes several (37 more of 60), calls a tool where bf16 calls none "
+        "(24 more of 67) and "
+    )
+
+
+def test_a_stored_evaluation_of_the_older_rule_is_judged_again():
+    members = {name: CODER | {"call_rate": (338, 0 if "+" in name else 40, 0)} for name in EIGHT}
+    stored = evaluations.from_counts(members)
+    stored.rule = 5
+    stored.verdict.verdict = "fragile"
+    again = evidence.recounted(stored).verdict
+    assert again.verdict == "loses" and again.profiles == {"w4a4": "loses", "w4a16": "loses"}
+
+
+LABELLED = [name for name, gate in GATES.items() if gate.basis == "label" and not gate.advisory]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([name for name, gate in GATES.items() if not gate.advisory]),
+            st.tuples(st.just(200), st.integers(0, 90), st.integers(0, 60)),
+            min_size=3,
+            max_size=6,
+        ),
+        min_size=8,
+        max_size=8,
+    )
+)
+def test_no_sure_loss_is_called_anything_else(rows):
+    """Of eight random arithmetics: lost in all, or in a profile's own, is lost; fragile is kept somewhere."""
+    members = {name: member(**counts) for name, counts in zip(EIGHT, rows, strict=True)}
+    verdict = judge.judge_members(members)
+    judged = judge_gates(members)[0]
+    for profile in ("w4a4", "w4a16"):
+        own = [name for name in EIGHT if name.partition("+")[0] == profile]
+        lost_in_all = set.intersection(
+            *({g for g, row in judged[name].items() if row.verdict == "loses"} for name in own)
+        )
+        if lost_in_all or any(row.verdict == "loses" for row in judged[profile].values()):
+            assert verdict.profiles[profile] == "loses"
+        if verdict.profiles[profile] == "fragile":
+            lost = {g for name in own for g, row in judged[name].items() if row.verdict == "loses"}
+            kept = {g for name in own for g, row in judged[name].items() if row.verdict == "keeps"}
+            assert lost and lost <= kept
+    assert verdict.verdict == min(verdict.profiles.values(), key=rule.WORST_FIRST.index)
+    labelled_losses = {
+        gate: row.difference
+        for name in ("w4a4", "w4a16")
+        for gate, row in judged[name].items()
+        if gate in LABELLED and row.verdict == "loses"
+    }
+    if labelled_losses:
+        named = verdict.sentence.partition(": ")[2]
+        assert named.startswith(tuple(wording.FAULTS[gate] for gate in LABELLED))
+    assert not any(f"{name} " in verdict.sentence for name in GATES if "_" in name)
+    assert "+" not in verdict.sentence
 
 
 def test_a_perturbed_arithmetic_gets_a_reason_only_where_its_verdict_differs():
@@ -279,8 +384,8 @@ def test_a_perturbed_arithmetic_gets_a_reason_only_where_its_verdict_differs():
         "w4a4+perm1: factual undecided: 3",
         "w4a16: tool calls loses: 40",
     ]
-    assert verdict.sentence.startswith(
-        "Loses tool calls under w4a4, w4a4+perm1, w4a16; not tested: decline, "
+    assert verdict.sentence == (
+        "Loses under W4A4 and W4A16: does not call the right tool (58 more of 240 prompts)."
     )
 
 

@@ -48,7 +48,7 @@ from annie_quant.documents import Evaluation, NumericsResult, PairedGate, Paired
 from annie_quant.judge import Workload, evidence, pairing
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
-from annie_quant.judge.pairing import LEAST_ANSWERS
+from annie_quant.judge.pairing import MIN_ANSWERS_TO_KEEP
 from annie_quant.offline.evaluation import evaluate_pair
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair
 
@@ -279,7 +279,7 @@ def true_losses(side: NumericsResult) -> dict[str, float]:
             continue
         if GATES[name].two_sided:
             losses[name] = abs(gate.lost - gate.won) / gate.n
-        elif (gate.passed or 0) >= LEAST_ANSWERS and (gate.passed or 0) >= gate.n / 10:
+        elif (gate.passed or 0) >= MIN_ANSWERS_TO_KEEP and (gate.passed or 0) >= gate.n / 10:
             losses[name] = (gate.lost - gate.won) / gate.n
     return losses
 

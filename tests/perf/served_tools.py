@@ -30,7 +30,7 @@ from annie_quant import judge
 from annie_quant.core import files
 from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import judge_members
-from annie_quant.judge.decision.rule import points
+from annie_quant.judge.decision.wording import points
 from annie_quant.judge.gates import checks, decides
 from annie_quant.offline.prompts import Template, TurnRequest
 

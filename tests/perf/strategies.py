@@ -30,7 +30,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import read_json, write_json
 from annie_quant.data import generate
 from annie_quant.documents import Evaluation
-from annie_quant.judge.decision.rule import points
+from annie_quant.judge.decision.wording import points
 from annie_quant.judge.gates import decides
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))

@@ -126,13 +126,12 @@ def test_absolute_requirements_stay_where_nothing_was_paired(tmp_path):
     stored, judged = load(folder).aggregates, recheck.judge_again(folder).aggregates
     verdicts = [
         sorted(
-            (gate.where, gate.title, gate.result.verdict)
-            for gate in decision.deciding_gates(run, "naive")
+            (gate.place, gate.gate, gate.verdict) for gate in decision.deciding_gates(run, "naive")
         )
         for run in (stored, judged)
     ]
     assert verdicts[0] == verdicts[1]
-    assert any(verdict == "fail" for _, _, verdict in verdicts[1])
+    assert any(verdict == "loses" for _, _, verdict in verdicts[1])
 
 
 def test_an_edited_verdict_is_an_objection(run, tmp_path):

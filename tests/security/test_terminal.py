@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Rich
 
-from annie_quant.cli import terminal
+from annie_quant.cli import tables, terminal
 from annie_quant.cli.terminal import TerminalConsole
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.text import printable
+from annie_quant.documents import PairedGate, PairedVerdict
+from annie_quant.judge.gates import tabulate
 
 HOSTILE = [
     "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://evil\x1b\\x", "\x9b31m", "\x1bP1$r\x1b\\", "a\rb", "\x08\x08", "\u202egnp", "\u2066",
@@ -63,15 +65,15 @@ def test_all_that_the_console_prints(screen, hostile):
     screen.line(hostile, mark="[red]x[/]")
     screen.error(hostile, hostile)
     screen.print_mapping(hostile, {hostile: [hostile], "b": hostile})
-    row = {"passes": 1, "n": 1, "low": 0.1, "high": 1.0, "verdict": "pass"}
-    screen.print_verdict(
-        {
-            "gates": {hostile: {hostile: row}},
-            "sentence": hostile,
-            "reasons": [hostile],
-            "report": hostile,
-        }
+    row = PairedGate(1, 0, 0)
+    verdict = PairedVerdict(sentence=hostile, head=[hostile], reasons=[hostile])
+    screen.print_lines([*tables.verdict_lines(verdict), *tables.reason_lines(verdict)])
+    screen.print_lines(
+        tables.gate_lines(
+            None, [tables.Column(hostile, tabulate([{"factual": True}]), {"factual": row})]
+        )
     )
+    screen.print_report(hostile)
     assert steers(screen.text()) == []
 
 

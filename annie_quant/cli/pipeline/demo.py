@@ -11,7 +11,7 @@ while servers are measured.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,6 @@ from annie_quant.core.resume import KeyedJson
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import Aggregates, ModelRow
 from annie_quant.judge import decision
-from annie_quant.judge.decision.judged import JudgedGate
-from annie_quant.judge.decision.run import compared_with
 from annie_quant.judge.metrics import three_digits
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
@@ -297,9 +295,7 @@ def add_evaluation(aggregates: Aggregates, model: str, path: Path) -> None:
         aggregates.blocking[model] = list(blocking)
 
 
-# ---- the last screen: who loses what, who keeps it at what size, and one sentence about speed
-
-SHOWN = 2  # gates that a sentence names
+# ---- the last screen: what each model loses or keeps at what size, and one sentence about speed
 
 
 def summary_lines(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:
@@ -307,14 +303,15 @@ def summary_lines(aggregates: Aggregates, candidate: str, incumbent: str) -> lis
     models = {model.name: model for model in aggregates.models}
     reference, *others = models.values()
     lines = [
-        f"Compared with {_named(reference)}, prompt by prompt, as vLLM and SGLang compute on a GPU (VLLM-CUTLASS) and on a "
-        "llama.cpp server (served):"
+        f"Compared with {_named(reference)}, prompt by prompt, as vLLM and SGLang compute on a GPU (vLLM CUTLASS) and on a "
+        "llama.cpp server:"
     ]
-    lines += [f"- {_named(model)} {claim(aggregates, model.name)}" for model in others]
+    lines += [f"- {_named(model)} {claim(aggregates, model.name)}." for model in others]
     lines += speed(aggregates, models[candidate], models[incumbent])
-    chosen = decision.decision(aggregates, candidate)
-    not_tested = chosen.not_tested if chosen else ""
-    return [*lines, *([f"Not tested: {not_tested}."] if not_tested else [])]
+    chosen = decision.candidate_decision(aggregates, candidate)
+    if chosen and chosen.not_tested:
+        lines.append(f"Not tested: {chosen.not_tested}.")
+    return lines
 
 
 def _named(model: ModelRow) -> str:
@@ -322,39 +319,12 @@ def _named(model: ModelRow) -> str:
 
 
 def claim(aggregates: Aggregates, name: str) -> str:
-    """Return what a model keeps or loses, as the rest of a sentence that begins with its name."""
-    chosen = decision.decision(aggregates, name)
-    if chosen is None or not any(chosen.gates.values()):
-        return "was not judged."
+    """Return what a model keeps or loses, to follow its name."""
+    chosen = decision.candidate_decision(aggregates, name)
+    if chosen is None or not chosen.gates:
+        return "was not judged"
     reasons = chosen.confounded or decision.blocking_of(aggregates, name)
-    if reasons:
-        return f"cannot be compared: {', '.join(reasons)}."
-    gates = chosen.gates["fail"] or chosen.gates["undecided"]
-    judged = [gate for kind in chosen.gates.values() for gate in kind]
-    places = len({gate.where for gate in judged})
-    if chosen.standing == "keeps":
-        titles = {gate.title for gate in chosen.gates["pass"]}
-        return f"keeps all {len(titles)} gates in {places} arithmetic{'' if places == 1 else 's'}."
-    verb = {
-        "loses": "loses",
-        "fragile": "is fragile, it loses in part of the arithmetics",
-        "undecided": "loses no gate for sure, too few answers about",
-    }
-    return f"{verb[chosen.standing]} {_counted(gates)}."
-
-
-def _counted(gates: Sequence[JudgedGate]) -> str:
-    """Return the gates' titles, surest loss first, each with its counts where it lost most."""
-    first: dict[str, JudgedGate] = {}
-    for gate in sorted(gates, key=lambda g: g.pair.p if g.pair else 1.0):
-        first.setdefault(gate.title, gate)
-    texts = [
-        f"{t} ({g.pair.lost} of {g.pair.n} lost and {g.pair.won} won, {g.where})" if g.pair else t
-        for t, g in first.items()
-    ]
-    if len(texts) > SHOWN + 1:
-        texts = [*texts[:SHOWN], f"{len(texts) - SHOWN} more gates"]
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    return f"cannot be compared: {', '.join(reasons)}" if reasons else chosen.claim
 
 
 def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:
@@ -364,7 +334,7 @@ def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> l
         ("decode_tok_s", "writes {} tokens/s"),
         ("ttft_content_ms", "begins after {} ms"),
     ):
-        row = compared_with(aggregates, candidate.name, incumbent.name, metric)
+        row = decision.compared_with(aggregates, candidate.name, incumbent.name, metric)
         if row is not None and row.median_a is not None and row.median_b is not None:
             ours, theirs = map(three_digits, (row.median_b, row.median_a))
             same = "" if row.significant else ", no significant difference"

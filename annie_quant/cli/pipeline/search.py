@@ -35,7 +35,7 @@ from annie_quant.core.progress import Console
 from annie_quant.data import Persona, check_prompt_hash, load_persona
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload, decision
-from annie_quant.judge.decision import failing, rule
+from annie_quant.judge.decision import failing, wording
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize.estimates import strategy_read_bytes
@@ -385,10 +385,8 @@ def standing(row: documents.StrategyRow) -> str:
     lost = {g for m in members for g in m.loses}
     undecided = {g for m in members for g in m.undecided}
     if not lost and undecided:
-        return f"undecided: {', '.join(sorted(map(rule.title, undecided)))} need more prompts"
-    return (
-        f"{row.verdict.verdict}: {', '.join(sorted(map(rule.title, lost or undecided)))} not kept"
-    )
+        return f"undecided: {', '.join(sorted(map(wording.title, undecided)))} need more prompts"
+    return f"{row.verdict.verdict}: {', '.join(sorted(map(wording.title, lost or undecided)))} not kept"
 
 
 def lost_gates(row: documents.StrategyRow) -> dict[str, documents.GateTable]:

@@ -1,10 +1,9 @@
 """The decision about a checkpoint or a run.
 
-rule          keeps, loses, undecided or fragile, against the reference on the same prompts; when the search drops a strategy
-roles         candidate, reference, incumbent
-judged        the deciding gates of a side
-run           which side of a run is the candidate, what it would replace, whether it passes, and why
-replacement   the drop-in checklist and the recommendation: switch, stay or wait
+rule      counts in, verdicts out
+verdict   an evaluation, and a run with its roles, confounds and outcome
+roles     candidate, reference, incumbent
+wording   every sentence about a verdict
 
 Reports and search render or call these functions; they decide nothing themselves.
 """
@@ -12,38 +11,35 @@ Reports and search render or call these functions; they decide nothing themselve
 # ruff: noqa: F401
 from __future__ import annotations
 
-from annie_quant.judge.decision.judged import blocking_of, deciding_gates, standing_of
-from annie_quant.judge.decision.replacement import (
-    BUDGET_BYTES,
-    AnswerPairs,
-    ChecklistItem,
-    Recommendation,
-    checklist,
-    gains_and_losses,
-    outcome,
-    pair_answers,
-    peak_bytes,
-    recommendation,
-    served_as,
-)
-from annie_quant.judge.decision.roles import RULE, assign, formats_of, other_side, roles_of
+from annie_quant.judge.decision.roles import assign, formats_of, other_side, roles_of
 from annie_quant.judge.decision.rule import (
     FAILING,
     POOLED,
-    apply,
-    cannot_keep,
+    RULE,
+    JudgedGate,
     decided_at,
     deciding,
+    judge_gates,
+    looks,
+    member_verdict,
+)
+from annie_quant.judge.decision.verdict import (
+    Decision,
+    apply,
+    blocking_of,
+    candidate_decision,
+    compared_with,
+    deciding_gates,
     early_reasons,
     failing,
     final_reasons,
     judge_evaluation,
-    judge_gates,
     judge_members,
     judge_sides,
-    looks,
-    member_verdict,
     missing_numerics,
+    peak_bytes,
+    run_verdict,
+    served_as,
+    standing_of,
     verdict_of,
 )
-from annie_quant.judge.decision.run import combined, decision, verdict

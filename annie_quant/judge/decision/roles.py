@@ -16,7 +16,6 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import Aggregates, Comparison, ModelRow, Roles
 
 REFERENCE_FORMAT = "BF16"
-RULE = 5  # of Verdict.rule: McNemar's mid-p, the pooled gates' joint p, and Hommel's adjustment
 
 
 def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | None = None) -> Roles:

@@ -1,0 +1,604 @@
+"""The verdict: of an evaluation without a server, and of a run, with roles, confounds and outcome.
+
+Roles are stated (roles.py). The reference of a side is the bf16 model on the same prompts, or the
+incumbent where bf16 was not measured; a side alone is judged by the absolute requirements. Where a
+confound leaves open what was compared, nothing keeps. Speed alone is never a reason to switch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from annie_quant import documents
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import (
+    Aggregates,
+    Comparison,
+    Confound,
+    Evaluation,
+    GateResult,
+    GateVerdict,
+    Member,
+    NumericsResult,
+    OfflineSide,
+    Outcome,
+    PairedGate,
+    PairedVerdict,
+    PooledGates,
+    Roles,
+    SearchNumerics,
+    ServedSide,
+    SpeedGate,
+    Standing,
+    Verdict,
+)
+from annie_quant.judge.decision import rule, wording
+from annie_quant.judge.decision.roles import (
+    assign,
+    formats_of,
+    label_of,
+    model_row,
+    roles_of,
+    sides,
+    with_candidate_second,
+)
+from annie_quant.judge.decision.rule import GateCounts, JudgedGate
+from annie_quant.judge.gates import decides
+from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.pairing import (
+    MIN_ANSWERS_TO_KEEP,
+    answers_per_behaviour,
+    is_tested,
+    unmet_labels,
+)
+
+Side = TypeVar("Side", bound=NumericsResult | Member | OfflineSide)
+VERDICTS: dict[Outcome, GateVerdict] = {
+    outcome: verdict for verdict, outcome in wording.OUTCOMES.items()
+}
+_SEVERITIES = ("confound", "fault", "note")
+
+
+# ---- an evaluation
+
+
+def judge_members(
+    members: Mapping[str, GateCounts], pooled: Mapping[str, PooledGates | None] | None = None
+) -> PairedVerdict:
+    """Decide about a checkpoint.
+
+    members: arithmetic → gate → counts of lost, won and n, and how many the reference passed.
+    """
+    return verdict_of(*rule.judge_gates(members, pooled))
+
+
+def verdict_of(
+    members: Mapping[str, GateCounts], pooled: Mapping[str, PooledGates | None]
+) -> PairedVerdict:
+    """Return the verdict over gates that were judged."""
+    gates: list[JudgedGate] = []
+    for place, rows in members.items():
+        gates += rule.counted_gates(place, rows, pooled.get(place))
+    profiles = rule.by_profile(gates)
+    verdict = rule.overall(profiles)
+    answers = answers_per_behaviour(members.values())
+    labels = unmet_labels(members.values())
+    result = PairedVerdict(
+        verdict=verdict,
+        sentence="Nothing was compared with the reference.",
+        profiles=profiles,
+        members={
+            place: rule.member_verdict(rows, pooled.get(place)) for place, rows in members.items()
+        },
+        coverage=answers,
+        not_tested=[
+            *wording.unmet(labels),
+            *(behaviour for behaviour, n in answers.items() if n < MIN_ANSWERS_TO_KEEP),
+        ],
+    )
+    if gates:
+        not_tested = wording.coverage(answers, labels)
+        next_step = wording.next_step(verdict, profiles, gates)
+        claim = wording.claim(verdict, profiles, gates)
+        claim = wording.with_coverage(claim, verdict, gates, not_tested)
+        result.sentence = wording.sentence("", claim)
+        result.head = wording.head(verdict, profiles, gates, next_step, not_tested)
+        result.reasons = wording.reasons(result, members, pooled)
+    return result
+
+
+def judge_evaluation(evaluation: Evaluation) -> Evaluation:
+    """Return an evaluation with its verdict over all members of its ensembles, and each gate's."""
+    both: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
+    judged, verdict = judge_sides(both)
+    if evaluation.blocking:
+        profiles = {
+            name: "undecided" if own == "keeps" else own for name, own in verdict.profiles.items()
+        }
+        verdict = replace(
+            verdict, profiles=profiles, reasons=[*evaluation.blocking, *verdict.reasons]
+        )
+        if verdict.verdict == "keeps":
+            verdict.verdict = "undecided"
+            verdict.sentence = wording.blocked(evaluation.blocking[0])
+            verdict.head = wording.blocked_head(profiles)
+    return replace(
+        evaluation,
+        numerics={name: side for name, side in judged.items() if isinstance(side, NumericsResult)},
+        members={name: side for name, side in judged.items() if isinstance(side, Member)},
+        verdict=verdict,
+    )
+
+
+def judge_sides(both: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdict]:
+    """Judge a checkpoint's arithmetics together: return them with their gates' verdicts, and the verdict."""
+    gates, pooled = rule.judge_gates(
+        {name: side.paired for name, side in both.items()},
+        {name: side.pooled for name, side in both.items()},
+    )
+    judged = {
+        name: replace(
+            side, gates=apply(side.gates, gates[name]), paired=gates[name], pooled=pooled[name]
+        )
+        for name, side in both.items()
+    }
+    return judged, verdict_of(gates, pooled)
+
+
+def apply(table: Mapping[str, GateResult], paired: GateCounts) -> dict[str, GateResult]:
+    """Return a table with the paired verdict of each deciding gate; `meets` keeps the absolute one."""
+    return {name: _with_verdict(name, result, paired.get(name)) for name, result in table.items()}
+
+
+def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> GateResult:
+    meets = result.verdict if result.meets is None else result.meets
+    if gate is None or result.advisory or not decides(name):
+        return replace(result, meets=meets)
+    tested = is_tested(name, gate)
+    return replace(
+        result,
+        meets=meets,
+        verdict=wording.OUTCOMES[gate.verdict] if tested else "undecided",
+        n_to_decide=gate.n_to_decide if tested else None,
+        rule=wording.paired_rule(gate) if tested else wording.untested_rule(gate),
+    )
+
+
+# ---- a strategy of a search
+
+
+def failing(gates: Mapping[str, GateResult]) -> list[str]:
+    """Return the deciding gates that fail or are undecided."""
+    return [
+        name for name, result in gates.items() if result.verdict != "pass" and not result.advisory
+    ]
+
+
+def early_reasons(
+    numerics: Mapping[str, SearchNumerics], counts: Mapping[str, int], n_looks: int
+) -> list[str]:
+    """Return reasons to drop a strategy at an early look.
+
+    counts: prompts per gate at the last look.
+    """
+    reasons = []
+    for kind, side in numerics.items():
+        for gate, pair in side.paired.items():
+            why = rule.cannot_keep(gate, pair, counts[gate], n_looks) if decides(gate) else None
+            if why is not None:
+                reasons.append(f"{kind.upper()}: {wording.dropped(gate, pair, counts[gate], why)}")
+    return reasons
+
+
+def missing_numerics(numerics: Mapping[str, object], required: Sequence[str]) -> list[str]:
+    """Return a reason for each required numerics that no server can give this checkpoint."""
+    return [
+        f"{kind.upper()} is not available: the checkpoint is weight-only"
+        for kind in required
+        if kind not in numerics
+    ]
+
+
+def final_reasons(
+    verdict: PairedVerdict, numerics: Mapping[str, object], required: Sequence[str]
+) -> list[str]:
+    """Return reasons why a strategy is not accepted at the last look; empty where it is accepted."""
+    reasons = missing_numerics(numerics, required)
+    if verdict.verdict != "keeps":
+        reasons += verdict.reasons or [verdict.sentence]
+    return reasons
+
+
+# ---- the gates of a side of a run
+
+
+def deciding_gates(aggregates: Aggregates, name: str) -> list[JudgedGate]:
+    """Return the gates and speed limits that count for a side: served, then offline.
+
+    name: a backend, or a model (then of all backends that serve it). A speed limit that the side's
+    reference does not keep either is left out.
+    """
+    gates: list[JudgedGate] = []
+    for place, side in places_of(aggregates, name):
+        if is_compared(place, side):
+            gates += _compared_gates(place, side)
+        else:
+            gates += [
+                JudgedGate(place, gate, VERDICTS[result.verdict], None, result)
+                for gate, result in side.gates.items()
+                if not result.advisory
+            ]
+        if isinstance(side, ServedSide):
+            gates += _speed_limits(aggregates, place, side)
+    return gates
+
+
+def places_of(aggregates: Aggregates, name: str) -> Iterator[tuple[str, ServedSide | OfflineSide]]:
+    """Yield the places where a backend or model was judged, with its results there."""
+    backends = [backend for backend, side in aggregates.served.items() if side.model == name]
+    if name in aggregates.served:
+        backends = [name]
+    for backend in backends:
+        place = "served" if len(backends) == 1 else f"served by {backend}"
+        yield place, aggregates.served[backend]
+    models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
+    model = next((m for m in models if m in aggregates.offline), "")
+    yield from aggregates.offline.get(model, {}).items()
+    yield from aggregates.members.get(model, {}).items()
+
+
+def is_compared(place: str, side: ServedSide | OfflineSide) -> bool:
+    """Return whether the side was compared with a reference.
+
+    The reference itself has no pairs, and neither have evaluations of version 0.1.0, whose results have no `meets`.
+    """
+    if isinstance(side, ServedSide):
+        return bool(side.judged_by)
+    if side.paired:
+        return True
+    return rule.profile_of(place) != "bf16" and all(
+        result.meets is not None for result in side.gates.values()
+    )
+
+
+def _compared_gates(place: str, side: ServedSide | OfflineSide) -> list[JudgedGate]:
+    """Return the gates that count, with the verdicts that the side's table shows."""
+    shown = {
+        gate: replace(pair, verdict=VERDICTS[side.gates[gate].verdict])
+        if gate in side.gates
+        else pair
+        for gate, pair in side.paired.items()
+    }
+    return [
+        JudgedGate(place, gate.gate, gate.verdict, gate.counts, side.gates.get(gate.gate))
+        for gate in rule.counted_gates(place, shown, side.pooled)
+    ]
+
+
+def _speed_limits(aggregates: Aggregates, place: str, side: ServedSide) -> list[JudgedGate]:
+    reference = aggregates.served.get(side.judged_by or "", ServedSide())
+    gates = []
+    for key, limit in side.speed_gates.items():
+        other = reference.speed_gates.get(key)
+        if limit.verdict == "pass" or other is None or other.verdict == "pass":
+            gates.append(JudgedGate(place, limit.metric, VERDICTS[limit.verdict], None, limit))
+    return gates
+
+
+def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
+    """Return the verdict of a backend or model over its server and all of its arithmetics.
+
+    with_speed: also its speed limits.
+    """
+    gates = deciding_gates(aggregates, name)
+    if not with_speed:
+        gates = [gate for gate in gates if not isinstance(gate.result, SpeedGate)]
+    result = rule.overall(rule.by_profile(gates))
+    return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
+
+
+def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
+    """Return the reasons that forbid "keeps" for a backend or model."""
+    served = aggregates.served.get(name)
+    model = served.model if served and served.model else ""
+    return aggregates.blocking.get(name) or aggregates.blocking.get(model) or []
+
+
+def served_as(aggregates: Aggregates, name: str | None) -> str | None:
+    """Return the backend with this name, or the first that serves the model with this name."""
+    return next(
+        (backend for backend, side in aggregates.served.items() if name in (backend, side.model)),
+        None,
+    )
+
+
+# ---- a run
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who is judged against whom, and the candidate's gates that count.
+
+    not_tested: as text; "" without a reference.
+    """
+
+    candidate: str
+    roles: Roles
+    gates: Sequence[JudgedGate]
+    confounds: Sequence[Confound]
+    not_tested: str
+
+    @property
+    def incumbent(self) -> str | None:
+        return self.roles.incumbent
+
+    @property
+    def profiles(self) -> dict[str, Standing]:
+        return rule.by_profile(self.gates)
+
+    @property
+    def standing(self) -> Standing:
+        """The verdict over all places. What a confound leaves open does not keep."""
+        verdict = rule.overall(self.profiles)
+        return "undecided" if verdict == "keeps" and self.confounded else verdict
+
+    @property
+    def claim(self) -> str:
+        """What the candidate keeps or loses, to follow its name."""
+        return wording.claim(rule.overall(self.profiles), self.profiles, self.gates)
+
+    @property
+    def confounded(self) -> list[str]:
+        """The kinds of the confounds between the sides."""
+        codes = {c.code for c in self.confounds if c.severity == "confound"}
+        return sorted(code.replace("_", " ") for code in codes)
+
+    @property
+    def compared(self) -> bool:
+        """Whether any gate was judged against a reference."""
+        return any(gate.compared for gate in self.gates)
+
+    def having(self, verdict: GateVerdict) -> list[JudgedGate]:
+        return [gate for gate in self.gates if gate.verdict == verdict]
+
+
+def candidate_decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
+    """Return the candidate's gates; None where nothing was measured.
+
+    candidate: a backend or a model, instead of the run's.
+    """
+    roles = roles_of(aggregates, candidate)
+    if roles.candidate is None:
+        return None
+    if roles.assumed and roles.incumbent:
+        swapped = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
+        ours, theirs = (
+            standing_of(aggregates, name) in rule.FAILING
+            for name in (roles.candidate, roles.incumbent)
+        )
+        if theirs and not ours:
+            roles = swapped
+    assert roles.candidate is not None
+    tables = [
+        side.paired
+        for place, side in places_of(aggregates, roles.candidate)
+        if is_compared(place, side) and side.paired
+    ]
+    not_tested = ""
+    if tables:
+        not_tested = wording.coverage(answers_per_behaviour(tables), unmet_labels(tables))
+    return Decision(
+        candidate=roles.candidate,
+        roles=roles,
+        gates=deciding_gates(aggregates, roles.candidate),
+        confounds=[c for c in aggregates.confounds if _concerns(c, roles)],
+        not_tested=not_tested,
+    )
+
+
+def _concerns(confound: Confound, roles: Roles) -> bool:
+    """Return whether a finding is about these sides: a pair counts for that pair alone."""
+    about = set(confound.backends)
+    ours = set(roles.names)
+    return about <= ours if len(about) == 2 else bool(about & ours)
+
+
+def run_verdict(
+    aggregates: Aggregates | Mapping[str, object],
+    candidate: str | None = None,
+    *,
+    reference: str | None = None,
+    incumbent: str | None = None,
+) -> Verdict:
+    """Return the outcome with its sentence, reasons and caveats; `aggregates` is not changed.
+
+    aggregates: or a mapping of the same form.
+    candidate, reference, incumbent: sides, instead of the run's roles. Gates stay compared with what
+        they were compared with when the run was aggregated; `annie-quant report DIR --candidate ...`
+        compares them again.
+    """
+    if not isinstance(aggregates, Aggregates):
+        aggregates = documents.convert(Aggregates, aggregates, "aggregates", error=UsageError)
+    if reference or incumbent:
+        stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        roles = assign(sides(aggregates), formats_of(aggregates), stated)
+        aggregates = replace(aggregates, roles=roles)
+    chosen = candidate_decision(aggregates, candidate)
+    if chosen is None:
+        return Verdict(
+            rule=rule.RULE, sentence="Nothing was measured, so nothing can be concluded."
+        )
+    result = Verdict(
+        rule=rule.RULE,
+        sentence=_sentence(aggregates, chosen),
+        head=_head(aggregates, chosen),
+        passed=chosen.standing not in rule.FAILING and not chosen.confounded,
+        outcome=chosen.standing,
+        badge="confounded" if chosen.confounded else chosen.standing,
+        candidate=chosen.candidate,
+        incumbent=chosen.incumbent,
+        comparable=bool(chosen.incumbent or chosen.roles.reference) and not chosen.confounded,
+        reasons=_reasons(aggregates, chosen),
+        caveats=_caveats(aggregates, chosen),
+    )
+    blocking = blocking_of(aggregates, chosen.candidate)
+    if blocking:
+        result = replace(result, passed=False, reasons=[*blocking, *result.reasons])
+        if result.outcome == "keeps":
+            result.outcome = "undecided"
+            result.badge = "undecided"
+            result.sentence = wording.blocked(blocking[0])
+            result.head = wording.blocked_head(dict.fromkeys(chosen.profiles, "undecided"))
+    return result
+
+
+def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
+    claim = wording.with_coverage(chosen.claim, chosen.standing, chosen.gates, chosen.not_tested)
+    own = wording.sentence(label_of(aggregates, chosen.candidate), claim)
+    if chosen.confounded:
+        other = chosen.roles.incumbent or chosen.roles.reference
+        sentence = wording.confounded(chosen.confounded, other is not None)
+        return f"{sentence} {own}" if chosen.having("loses") else sentence
+    return own
+
+
+def _head(aggregates: Aggregates, chosen: Decision) -> list[str]:
+    incumbent = chosen.incumbent
+    if chosen.confounded:
+        next_step = wording.CONFOUNDED_NEXT
+    elif not aggregates.served:
+        next_step = wording.next_step(chosen.standing, chosen.profiles, chosen.gates)
+    else:
+        next_step = wording.next_for_run(
+            chosen.standing,
+            chosen.profiles,
+            chosen.gates,
+            label_of(aggregates, chosen.candidate),
+            label_of(aggregates, incumbent) if incumbent else "",
+            _significant(aggregates, chosen) if incumbent else [],
+        )
+    return wording.head(
+        chosen.standing, chosen.profiles, chosen.gates, next_step, chosen.not_tested
+    )
+
+
+def compared_with(
+    aggregates: Aggregates, candidate: str, incumbent: str, metric: str
+) -> Comparison | None:
+    """Return the comparison over all workloads, the candidate second; with one workload alone, that one's."""
+    rows = [
+        row
+        for row in aggregates.comparisons
+        if {row.a, row.b} == {candidate, incumbent} and row.metric == metric
+    ]
+    over_all = [row for row in rows if row.workload == "all"]
+    if not over_all and len(rows) == 1:
+        over_all = rows
+    row = next((row for row in over_all if row.median_difference is not None), None)
+    return row and with_candidate_second(row, candidate)
+
+
+def _significant(aggregates: Aggregates, chosen: Decision) -> list[Comparison]:
+    """Return the significant differences from the incumbent whose interval does not have 0 in it."""
+    assert chosen.incumbent is not None
+    rows = []
+    for metric in METRICS.values():
+        if not metric.in_verdict:
+            continue
+        row = compared_with(aggregates, chosen.candidate, chosen.incumbent, metric.name)
+        if row is None or not row.significant or row.low is None or row.high is None:
+            continue
+        if not row.low <= 0 <= row.high:
+            rows.append(row)
+    return rows
+
+
+def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
+    verb = "loses" if chosen.compared else "fails"
+    reasons = [
+        f"{verb} {wording.with_counts(gate)}: {wording.evidence(gate)}"
+        for gate in chosen.having("loses")
+    ]
+    if not reasons:
+        reasons = _kept_reasons(chosen)
+    for name in sides(aggregates):
+        lost = [gate for gate in deciding_gates(aggregates, name) if gate.verdict == "loses"]
+        if lost and name != chosen.candidate:
+            verb = "loses" if lost[0].compared else "fails"
+            titles = "; ".join(wording.by_title(lost)[: wording.MAX_TITLES])
+            reasons.append(f"{label_of(aggregates, name)} {verb} {titles}")
+    if chosen.incumbent:
+        label = label_of(aggregates, chosen.incumbent)
+        speeds = [
+            compared_with(aggregates, chosen.candidate, chosen.incumbent, metric)
+            for metric in ("ttft_content_ms", "decode_tok_s")
+        ]
+        reasons += wording.medians([row for row in speeds if row is not None], label)
+        reasons += [wording.difference(row, label) for row in _significant(aggregates, chosen)]
+        reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
+    return reasons
+
+
+def _kept_reasons(chosen: Decision) -> list[str]:
+    """Return one line per number of gates, with the places that keep so many."""
+    verb = "keeps" if chosen.compared else "passes"
+    kept = Counter(wording.place_name(gate.place) for gate in chosen.having("keeps"))
+    places: dict[int, list[str]] = {}
+    for place, n_gates in kept.items():
+        places.setdefault(n_gates, []).append(place)
+    return [
+        f"{verb} {wording.counted(n, 'gate')} ({', '.join(names)})" for n, names in places.items()
+    ]
+
+
+def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:
+    """Return what changes in operation: the server, the size, the memory."""
+    changes = []
+    ours = aggregates.served.get(candidate, ServedSide())
+    theirs = aggregates.served.get(incumbent, ServedSide())
+    if ours.runtime and theirs.runtime and ours.runtime != theirs.runtime:
+        runtimes = f"{theirs.runtime} → {ours.runtime}"
+        changes.append(
+            f"operational change: {runtimes} (another server to install, start and monitor)"
+        )
+    size = model_row(aggregates, candidate).size_bytes
+    other_size = model_row(aggregates, incumbent).size_bytes
+    if size and other_size:
+        changes.append(f"size {size / 1e6:.3g} MB against {other_size / 1e6:.3g} MB")
+    memory = peak_bytes(ours)
+    other_memory = peak_bytes(theirs)
+    if memory and other_memory:
+        changes.append(f"highest memory {memory / 1e6:.4g} MB against {other_memory / 1e6:.4g} MB")
+    return changes
+
+
+def peak_bytes(side: ServedSide) -> int | None:
+    """Return the highest memory of a side; None where it was not measured."""
+    return side.memory_bytes.highest if side.memory_bytes else None
+
+
+def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
+    by_severity = sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))
+    caveats = [confound.message for confound in by_severity]
+    if chosen.roles.assumed:
+        judged = f"{chosen.candidate} was judged; choose with --candidate NAME"
+        caveats.insert(0, f"nobody stated which side is new: {judged}")
+    for gate in chosen.gates if chosen.compared else ():
+        # Absolute requirements that a compared candidate misses inform.
+        result = gate.result
+        if isinstance(result, GateResult) and result.requirement and result.meets == "fail":
+            caveats.append(f"misses {result.requirement} by itself: {wording.with_counts(gate)}")
+    caveats += [wording.undecided_caveat(gate) for gate in chosen.having("undecided")]
+    rows = [r for r in aggregates.comparisons if {r.a, r.b} == {chosen.candidate, chosen.incumbent}]
+    decidable = {row.workload for row in rows if not row.too_few}
+    few = sorted({row.workload for row in rows} - decidable)
+    if few:
+        caveats.append(
+            f"fewer than 6 prompts cannot show a difference at 5 %, whatever the repeats: {', '.join(few)}"
+        )
+    return caveats

@@ -1,0 +1,600 @@
+"""Every sentence about a verdict: gates in plain words, the headline, what follows it, the reasons.
+
+The headline is the first line of the terminal, the report, the model card and comparison.md. `head`
+has the lines below it: under which server, how sure, what to do next, what was not tested. They name
+behaviours and servers; the reasons have the gates' titles and every arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from annie_quant.documents import (
+    Comparison,
+    GateResult,
+    GateVerdict,
+    Outcome,
+    PairedCounts,
+    PairedGate,
+    PairedVerdict,
+    PooledGates,
+    SpeedGate,
+    Standing,
+)
+from annie_quant.judge.decision.rule import (
+    NOT_SERVED,
+    NOTHING_TESTED,
+    POOLED,
+    WORST_FIRST,
+    JudgedGate,
+    is_two_sided,
+    sure_losses,
+)
+from annie_quant.judge.gates import GATES
+from annie_quant.judge.metrics import METRICS, three_digits
+from annie_quant.judge.pairing import MIN_ANSWERS_TO_KEEP
+
+MAX_BEHAVIOURS = 3  # in a headline
+MAX_PROFILES = 2
+MAX_TITLES = 4
+OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
+
+# What an answer does that fails a gate.
+FAULTS = {
+    POOLED: "gets fewer answers right, over all gates together",
+    "abstention": "calls a tool where none fits",
+    "call_rate": "calls tools less often",
+    "factual": "gets a fact wrong",
+    "logged_tool": "does not call the tool that the log has",
+    "no_markdown": "writes markdown",
+    "non_empty": "answers nothing",
+    "reasoning": "gets a conclusion wrong",
+    "recall": "gets wrong what was said in the conversation",
+    "repetition": "repeats itself or writes garble",
+    "same_arguments": "calls with other arguments than bf16",
+    "same_decline": "calls a tool where bf16 calls none",
+    "same_language": "answers in another language than bf16",
+    "same_length": "answers at another length than bf16",
+    "same_markdown": "writes markdown where bf16 writes none",
+    "same_several": "makes other calls where bf16 makes several",
+    "same_stop": "does not end where bf16 ends",
+    "same_text": "says something else than bf16",
+    "same_thinking": "shows its thinking where bf16 shows none",
+    "same_tool": "calls another tool than bf16, or none",
+    "same_validity": "makes invalid calls where bf16's are valid",
+    "scenario": "fails scenarios of tool-eval-bench",
+    "several_calls": "misses calls where several are needed",
+    "stop": "does not end its answer",
+    "thinking_leak": "shows its thinking in the answer",
+    "tool_arguments": "calls with wrong arguments",
+    "tool_call": "does not call the right tool",
+    "tool_call_raw": "writes no valid call in its raw text",
+    "tool_schema": "makes calls that do not fit the tool",
+    "tool_selection": "chooses the wrong tool",
+    "tool_values": "gives a tool wrong values",
+    "use_result": "does not use what a tool returned",
+    "ttft_content_ms": "answers too late",
+    "decode_tok_s": "writes too slowly",
+}
+# Profile: its name in a headline, and what computes it.
+_PROFILES = {
+    "float32": ("float32", "no server"),
+    "w4a4": ("W4A4", "vLLM CUTLASS"),
+    "w4a16": ("W4A16", "Marlin"),
+    "vllm-cutlass": ("vLLM CUTLASS", "W4A4"),
+    "vllm-emulation": ("vLLM's emulation", "W4A4"),
+    "vllm-marlin": ("vLLM Marlin", "W4A16"),
+    "vllm-cpu": ("vLLM on a CPU", "W4A4"),
+    "vllm-cpu-w4a16": ("vLLM on a CPU in W4A16", ""),
+    "llama.cpp-cpu": ("llama.cpp on a CPU", ""),
+    "llama.cpp-blackwell": ("llama.cpp on Blackwell", ""),
+    "bf16": ("bf16", ""),
+    "served": ("its server", ""),
+}
+_CACHES = {"-fp8kv": "FP8 cache", "-nvfp4kv": "NVFP4 cache"}
+
+
+# ---- names and figures
+
+
+def title(gate: str) -> str:
+    """Return a gate's name in tables."""
+    if gate == POOLED:
+        return "all gates together"
+    if gate == NOTHING_TESTED:
+        return "no gate tests anything that the reference does"
+    if gate in METRICS:
+        return METRICS[gate].title
+    return GATES[gate].title if gate in GATES else gate
+
+
+def points(value: float) -> str:
+    """Return a share as percentage points: +1.2, -24."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if float(text) == 0 else text
+
+
+def place_name(place: str) -> str:
+    """Return the name of an arithmetic in tables and reasons: W4A4+perm1."""
+    if place.startswith("served"):
+        return place
+    profile, plus, arithmetic = place.partition("+")
+    return f"{profile.upper()}{plus}{arithmetic}"
+
+
+def profile_name(profile: str, with_server: bool = False) -> str:
+    """Return the name of a profile or server in a sentence.
+
+    with_server: adds what computes it: "W4A4 (vLLM CUTLASS)".
+    """
+    if profile.startswith("served by "):
+        return f"server {profile.removeprefix('served by ')}"
+    cache = next((text for suffix, text in _CACHES.items() if profile.endswith(suffix)), "")
+    base = profile[: profile.rindex("-")] if cache else profile
+    name, server = _PROFILES.get(base, (base.upper(), ""))
+    details = ", ".join(filter(None, [server if with_server else "", cache]))
+    return f"{name} ({details})" if details else name
+
+
+def _listed(texts: Sequence[str]) -> str:
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _first_few(texts: Sequence[str], limit: int) -> str:
+    """Return the first texts as a list; more than `limit` are counted."""
+    if len(texts) <= limit:
+        return _listed(texts)
+    return _listed([*texts[:limit], f"{len(texts) - limit} more"])
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def is_change(gate: str) -> bool:
+    """Return whether a gate shows a change against bf16, which is neither right nor wrong."""
+    return gate in GATES and (GATES[gate].basis == "reference" or GATES[gate].two_sided)
+
+
+def worst_first(gates: Iterable[JudgedGate]) -> list[JudgedGate]:
+    """Return one judged gate per gate, the one with most points lost: labels, rules, then changes."""
+    by_gate: dict[str, JudgedGate] = {}
+    for gate in sorted(gates, key=_points_lost, reverse=True):
+        by_gate.setdefault(gate.gate, gate)
+    return sorted(by_gate.values(), key=lambda gate: _rank(gate.gate))
+
+
+def _rank(gate: str) -> int:
+    if is_change(gate):
+        return 2
+    return 0 if gate in GATES and GATES[gate].basis == "label" else 1
+
+
+def _points_lost(gate: JudgedGate) -> float:
+    if gate.counts is not None:
+        change = (gate.counts.lost - gate.counts.won) / max(1, gate.counts.n)
+        return abs(change) if is_two_sided(gate.gate) else change
+    return 1 - gate.result.rate if isinstance(gate.result, GateResult) else 0.0
+
+
+def fault(gate: JudgedGate) -> str:
+    """Return what got worse in plain words: "calls a tool where none fits (26 more of 181 prompts)"."""
+    counts = gate.counts
+    result = gate.result
+    text = FAULTS.get(gate.gate, f"fails {title(gate.gate)}")
+    if isinstance(result, SpeedGate):
+        unit = METRICS[result.metric].unit
+        return f"{text} ({result.value:.4g} {unit}, limit {result.limit:g})"
+    if counts is not None:
+        change = counts.lost - counts.won
+        if is_two_sided(gate.gate):
+            text = text if change > 0 else "calls tools more often"
+            return f"{text} ({abs(change)} of {counts.n} prompts)"
+        more = f"{change} more" if change >= 0 else f"{-change} fewer"
+        return f"{text} ({more} of {counts.n} prompts)"
+    if isinstance(result, GateResult):
+        return f"{text} ({result.n - result.passes} of {result.n} prompts)"
+    return text
+
+
+# ---- the headline and the lines below it
+
+
+def claim(verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]) -> str:
+    """Return the verdict and the worst behaviours, to follow a checkpoint's name: "loses under W4A4: ..."."""
+    compared = any(gate.compared for gate in gates)
+    verbs = {"keeps": "keeps" if compared else "passes", "loses": "loses" if compared else "fails"}
+    verb = verbs.get(verdict, f"is {verdict}")
+    names = [profile_name(name) for name, own in profiles.items() if own == verdict]
+    under = f" under {_first_few(names, MAX_PROFILES)}" if names else ""
+    if verdict == "keeps":
+        n_gates = len({gate.gate for gate in gates})
+        return f"{verb} everything that was tested{under} ({counted(n_gates, 'gate')})"
+    ours = [gate for gate in gates if profiles.get(gate.profile) == verdict]
+    if verdict == "loses":
+        worst = worst_first(sure_losses(ours))
+        return f"{verb}{under}: {_behaviours(worst)}"
+    if verdict == "fragile":
+        worst = worst_first(gate for gate in ours if gate.verdict == "loses")
+        return f"{verb}{under}: in some of its arithmetics, not in all, it {_behaviours(worst)}"
+    worst = worst_first(gate for gate in ours if gate.verdict == "undecided")
+    tested = [gate for gate in worst if gate.gate != NOTHING_TESTED]
+    if not tested:
+        return f"{verb}{under}: nothing was tested that bf16 does"
+    return f"{verb}{under}, too few prompts to exclude that it {_behaviours(tested)}"
+
+
+def with_coverage(
+    text: str, verdict: Standing, gates: Sequence[JudgedGate], not_tested: str
+) -> str:
+    """Return a claim with what was not tested, where nothing worse is to be said in the headline."""
+    if not_tested and _names_coverage(verdict, gates):
+        return f"{text}; not tested: {not_tested}"
+    return text
+
+
+def _names_coverage(verdict: Standing, gates: Sequence[JudgedGate]) -> bool:
+    if verdict == "undecided":
+        return all(gate.gate == NOTHING_TESTED for gate in gates if gate.verdict == verdict)
+    return verdict == "keeps"
+
+
+def _behaviours(gates: Sequence[JudgedGate]) -> str:
+    """Return the faults as a list; only the first one says what is counted."""
+    first, *others = (fault(gate) for gate in gates)
+    return _first_few([first, *(text.replace(" prompts)", ")") for text in others)], MAX_BEHAVIOURS)
+
+
+def sentence(subject: str, text: str) -> str:
+    """Return a claim as a sentence.
+
+    subject: the checkpoint's name; "" for a sentence that begins with the claim.
+    """
+    if subject:
+        return f"{subject} {text}."
+    text = text.removeprefix("is ")
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def head(
+    verdict: Standing,
+    profiles: Mapping[str, Standing],
+    gates: Sequence[JudgedGate],
+    next_step: str,
+    not_tested: str = "",
+) -> list[str]:
+    """Return the lines below the headline."""
+    lines = [f"Where: {_where(profiles)}.", f"How sure: {_how_sure(verdict, profiles, gates)}."]
+    lines.append(f"Next: {next_step}.")
+    if not_tested and not _names_coverage(verdict, gates):
+        lines.append(f"Not tested: {not_tested}.")
+    return lines
+
+
+def _where(profiles: Mapping[str, Standing]) -> str:
+    parts = []
+    for verdict in WORST_FIRST:
+        names = [profile_name(p, with_server=True) for p, own in profiles.items() if own == verdict]
+        if names:
+            parts.append(f"{verdict} under {_first_few(names, MAX_PROFILES)}")
+    return "; ".join(parts) or "nothing was compared"
+
+
+def _how_sure(
+    verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]
+) -> str:
+    places = {gate.place for gate in gates}
+    arithmetics = counted(len(places), "arithmetic")
+    if verdict == "keeps":
+        if any(gate.compared for gate in gates):
+            return f"no gate loses 5 points or more (95 %), in {arithmetics}"
+        return f"by the requirements of the side alone, without bf16, in {arithmetics}"
+    ours = [gate for gate in gates if profiles.get(gate.profile) == verdict]
+    open_or_lost = sure_losses(ours) if verdict == "loses" else []
+    if not open_or_lost:
+        word = "undecided" if verdict == "undecided" else "loses"
+        open_or_lost = [gate for gate in ours if gate.verdict == word]
+    worst = worst_first(gate for gate in open_or_lost if gate.gate != NOTHING_TESTED)
+    if not worst:
+        return f"not at all, no prompt decides ({arithmetics})"
+    first = worst[0]
+    same = {
+        gate.place for gate in gates if (gate.gate, gate.verdict) == (first.gate, first.verdict)
+    }
+    share = f"in {len(same)} of {arithmetics}"
+    if first.counts is None:
+        return f"{_interval_alone(first)}, {share}"
+    return f"{describe_interval(first.counts)}, {share}"
+
+
+def _interval_alone(gate: JudgedGate) -> str:
+    result = gate.result
+    if result is None or result.low is None or result.high is None:
+        return "too few answers for an interval"
+    form = ".1%" if isinstance(result, GateResult) else ".4g"
+    return f"95 % interval {result.low:{form}} to {result.high:{form}}"
+
+
+def prompts_to_decide(gates: Iterable[JudgedGate]) -> int | None:
+    """Return how many prompts per gate would decide all undecided gates at their rates; None if no number does."""
+    needed = [
+        getattr(gate.counts if gate.compared else gate.result, "n_to_decide", None)
+        for gate in gates
+        if gate.verdict == "undecided"
+    ]
+    known = [n for n in needed if n is not None]
+    return max(known) if known and len(known) == len(needed) else None
+
+
+def next_step(
+    verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]
+) -> str:
+    """Return what to do with a checkpoint that was evaluated."""
+    if verdict == "keeps":
+        return "serve it (annie-quant serve) and measure its speed (annie-quant bench)"
+    if verdict == "undecided":
+        if any(gate.gate == NOTHING_TESTED for gate in gates):
+            return "make prompts that test it: annie-quant init"
+        n = prompts_to_decide(gate for gate in gates if profiles.get(gate.profile) == verdict)
+        return f"judge more prompts, about {n} per gate" if n else "judge more and other prompts"
+    keeping = [
+        profile_name(name)
+        for name, own in profiles.items()
+        if own == "keeps" and name not in NOT_SERVED
+    ]
+    if keeping:
+        return f"serve it under {_listed(keeping)} only, or quantize again: annie-quant search"
+    return "do not serve it; try other strategies: annie-quant search"
+
+
+def next_for_run(
+    verdict: Standing,
+    profiles: Mapping[str, Standing],
+    gates: Sequence[JudgedGate],
+    label: str,
+    incumbent: str,
+    speeds: Sequence[Comparison],
+) -> str:
+    """Return what to do with the candidate of a run: the verdict first, then the times a user waits.
+
+    incumbent: the label of what it would replace; "" where nothing was measured that it could replace.
+    speeds: significant differences, the candidate second.
+    """
+    if verdict != "keeps":
+        advice = next_step(verdict, profiles, gates)
+        return f"stay with {incumbent}; {advice}" if incumbent else advice
+    if not incumbent:
+        return "it keeps, and nothing was measured that it could replace"
+    waits = [row for row in speeds if METRICS[row.metric].user_latency]
+    slower = [METRICS[row.metric].title for row in waits if (row.median_difference or 0.0) > 0]
+    faster = [METRICS[row.metric].title for row in waits if (row.median_difference or 0.0) < 0]
+    if slower and faster:
+        return f"weigh it: {label} is better in {_listed(faster)}, worse in {_listed(slower)}"
+    if slower:
+        return f"stay with {incumbent}: {label} is slower ({_listed(slower)})"
+    if faster:
+        return f"switch from {incumbent} to {label}: it is faster ({_listed(faster)})"
+    return f"stay with {incumbent}: a user waits no less (decode speed alone is no reason)"
+
+
+# ---- the gates of one place
+
+
+def describe(name: str, gate: PairedGate) -> str:
+    """Return a gate's counts, difference, interval, p and verdict."""
+    counts = f"{gate.lost} lost and {gate.won} won of {gate.n}"
+    text = f"{title(name)} {gate.verdict}: {counts}, {describe_interval(gate)}"
+    if gate.verdict != "undecided":
+        return text
+    if gate.n_to_decide:
+        return f"{text}; n = {gate.n_to_decide} would decide"
+    return f"{text}; no n decides at this rate"
+
+
+def describe_pooled(pooled: PairedCounts) -> str:
+    counts = f"{pooled.lost} right answers lost and {pooled.won} won of {pooled.n}"
+    return f"{title(POOLED)}: {counts}, {describe_interval(pooled)}"
+
+
+def describe_interval(row: PairedCounts) -> str:
+    bounds = f"90 % {points(row.low)} to {points(row.high)}"
+    return f"{points(row.difference)} points ({bounds}, p {row.p:.2g})"
+
+
+def verdict_word(gate: JudgedGate) -> str:
+    """Return keeps, loses or undecided of a comparison; pass, fail or undecided of a requirement."""
+    return gate.verdict if gate.compared else OUTCOMES[gate.verdict]
+
+
+def gate_title(gate: JudgedGate) -> str:
+    if isinstance(gate.result, GateResult) and gate.result.title:
+        return gate.result.title
+    return title(gate.gate)
+
+
+def with_counts(gate: JudgedGate) -> str:
+    """Return a gate with its counts and place: "tool calls 20 of 100 against 99 (served)"."""
+    name = gate_title(gate)
+    place = place_name(gate.place)
+    result = gate.result
+    counts = gate.counts
+    if isinstance(counts, PooledGates):
+        return f"{name} {points(counts.difference)} points ({place})"
+    if isinstance(result, SpeedGate):
+        value = f"{result.value:.4g} {METRICS[result.metric].unit}"
+        return f"{name} {value}, limit {result.limit:g} ({place})"
+    # A gate of the reference's answers that applies to none of the candidate's has no result.
+    passes = result.passes if result is not None else 0
+    n = result.n if result is not None else getattr(counts, "n", 0)
+    if not n:
+        return f"{name} ({place})"
+    text = f"{name} {passes} of {n}"
+    if counts is not None and counts.n == n:
+        text += f" against {passes + counts.lost - counts.won}"
+    return f"{text} ({place})"
+
+
+def evidence(gate: JudgedGate) -> str:
+    """Return the interval, and the rule that was applied to it."""
+    result = gate.result
+    if isinstance(gate.counts, PooledGates):
+        return describe_pooled(gate.counts)
+    if isinstance(gate.counts, PairedGate):
+        return result.rule if isinstance(result, GateResult) else paired_rule(gate.counts)
+    interval = _interval_alone(gate)
+    return f"{interval}, {result.rule}" if isinstance(result, GateResult) else interval
+
+
+def by_title(gates: Iterable[JudgedGate]) -> list[str]:
+    """Return one text per gate: its counts in the first place, and the other places."""
+    places: dict[str, list[JudgedGate]] = {}
+    for gate in gates:
+        places.setdefault(gate_title(gate), []).append(gate)
+    texts = []
+    for first, *more in places.values():
+        text = with_counts(first)
+        if more:
+            others = ", ".join(place_name(gate.place) for gate in more)
+            text = f"{text.removesuffix(')')}; also {others})"
+        texts.append(text)
+    return texts
+
+
+def paired_rule(gate: PairedGate) -> str:
+    """Return the rule of a gate's result that was compared with the reference."""
+    interval = f"{points(gate.difference)} points, 90 % {points(gate.low)} to {points(gate.high)}"
+    counts = f"{gate.lost} lost, {gate.won} won; {interval}, margin {100 * gate.margin:g}"
+    return f"paired with the reference: {counts}"
+
+
+def untested_rule(gate: PairedGate) -> str:
+    return f"it tests nothing: the reference passes {gate.passed} of {gate.n}"
+
+
+# ---- coverage
+
+
+def unmet(labels: Mapping[str, PairedGate]) -> list[str]:
+    """Return the labelled gates that the reference passes too rarely, with its counts."""
+    return [
+        f"{title(name)} (the reference passes {gate.passed} of {gate.n})"
+        for name, gate in labels.items()
+    ]
+
+
+def coverage(answers: Mapping[str, int], labels: Mapping[str, PairedGate]) -> str:
+    """Return what is not tested: labels that bf16 does not meet, and behaviours with too few answers.
+
+    "tool calls (the reference passes 2 of 60), decline, several calls (0 answers)"
+    """
+    by_number: dict[int, list[str]] = {}
+    for behaviour, n in answers.items():
+        if n < MIN_ANSWERS_TO_KEEP:
+            by_number.setdefault(n, []).append(behaviour)
+    behaviours = [
+        f"{', '.join(names)} ({counted(n, 'answer')})" for n, names in sorted(by_number.items())
+    ]
+    return ", ".join([*unmet(labels), *behaviours])
+
+
+# ---- what blocks a verdict
+
+
+def blocked(reason: str) -> str:
+    return f"{reason}. Undecided, although no gate is lost."
+
+
+def blocked_head(profiles: Mapping[str, Standing]) -> list[str]:
+    return [
+        f"Where: {_where(profiles)}.",
+        "How sure: what was compared is not what the checkpoint was made to be.",
+        "Next: make the export again; annie-quant audit names its faults.",
+    ]
+
+
+def confounded(kinds: Collection[str], has_other_side: bool) -> str:
+    effect = "the sides cannot be compared" if has_other_side else "nothing is decided"
+    return f"CONFOUNDED ({', '.join(kinds)}): {effect}."
+
+
+CONFOUNDED_NEXT = "remove what differs (see the caveats) and measure again"
+
+
+# ---- early looks of a search
+
+_DROPPED = {
+    "no margin": "none may be lost",
+    "out of reach": "even without a change in the other {rest}, it could not keep",
+    "a loss": "a loss (p {p:.2g}, adjusted)",
+}
+
+
+def dropped(name: str, gate: PairedGate, n_at_last_look: int, why: str) -> str:
+    """Return why a gate will not keep any more (rule.cannot_keep) as text."""
+    counts = f"{title(name)} lost {gate.lost} and won {gate.won} of {gate.n}"
+    rest = max(n_at_last_look, gate.n) - gate.n
+    return f"{counts}: {_DROPPED[why].format(rest=rest, p=gate.p_holm or 0.0)}"
+
+
+# ---- a run
+
+
+def difference(row: Comparison, incumbent: str) -> str:
+    """Return a significant difference of times or lengths, the candidate second."""
+    metric = METRICS[row.metric]
+    change = row.median_difference or 0.0
+    words = {
+        "lower": ("better", "worse"),
+        "higher": ("worse", "better"),
+        "neither": ("shorter", "longer"),
+    }
+    kind = words[metric.better][change > 0]
+    interval = f"95 % {three_digits(row.low or 0.0)} to {three_digits(row.high or 0.0)}"
+    return (
+        f"{metric.title} is {kind} than {incumbent}'s by {three_digits(abs(change))} {metric.unit} "
+        f"({interval}, {row.n_prompts} prompts, Holm p {row.p_holm:.2g})"
+    )
+
+
+def medians(rows: Sequence[Comparison], incumbent: str) -> list[str]:
+    """Return the two sides' medians as one sentence in a list; [] without any."""
+    parts = []
+    for row in rows:
+        if row.median_a is not None and row.median_b is not None:
+            metric = METRICS[row.metric]
+            sure = "" if row.significant else " (no significant difference)"
+            ours = f"{three_digits(row.median_b)} {metric.unit}"
+            parts.append(f"{metric.title} {ours} against {three_digits(row.median_a)}{sure}")
+    return [f"against {incumbent}: {_listed(parts)}"] if parts else []
+
+
+def undecided_caveat(gate: JudgedGate) -> str:
+    text = f"undecided: {with_counts(gate)}"
+    if not isinstance(gate.result, GateResult):
+        return text
+    n = gate.result.n_to_decide
+    advice = f"about {n} answers would decide it" if n else "no number of answers decides this rate"
+    return f"{text}; {advice}"
+
+
+def reasons(
+    verdict: PairedVerdict,
+    members: Mapping[str, Mapping[str, PairedGate]],
+    pooled: Mapping[str, PooledGates | None],
+) -> list[str]:
+    """Return one line per gate that is lost or undecided; one arithmetic is enough where others agree."""
+    lines = []
+    for place, judged in verdict.members.items():
+        profile = place.partition("+")[0]
+        own = members.get(profile, {}) if profile != place else {}
+        for gate in (*judged.loses, *judged.undecided):
+            pair = members[place].get(gate)
+            if pair is not None and (gate not in own or own[gate].verdict != pair.verdict):
+                lines.append(f"{place}: {describe(gate, pair)}")
+    for place, judged in verdict.members.items():
+        row = pooled.get(place)
+        if row is not None and POOLED in judged.loses:
+            lines.append(f"{place}: {describe_pooled(row)}")
+    return lines

@@ -397,7 +397,8 @@ def test_a_build_that_lost_a_third_of_the_calls_exits_1(tmp_path):
         done.exit_code == 1 and result["candidate"] == "nvfp4-new" and result["outcome"] == "loses"
     )
     assert (
-        "tool calls 80 of 120 against 120" in result["sentence"]
+        "does not call the right tool (40 more of 120 prompts)" in result["sentence"]
+        and "tool calls 80 of 120 against 120" in result["reasons"][0]
         and "--candidate" in result["caveats"][0]
     )
 
@@ -498,15 +499,13 @@ def test_a_verdict_changes_no_counts():
 
 def test_a_measured_peak_wins_over_five_requests():
     """120 GB at the peak passed a budget of 110 GB, by the 12 GB that five requests took."""
-    from annie_quant.judge import decision
+    from annie_quant.report.checklist import checklist
 
     side = ServedSide(
         memory_bytes=MemoryBytes(idle=10**10, one=11 * 10**9, five=12 * 10**9, peak=120 * 10**9)
     )
     aggregates = Aggregates(served={"a": side})
     item = next(
-        i
-        for i in decision.checklist(aggregates, "a", None, [], ())
-        if i.item == "fits the memory budget"
+        i for i in checklist(aggregates, "a", None, [], ()) if i.item == "fits the memory budget"
     )
     assert item.verdict == "fail" and "120 GB" in item.evidence

@@ -229,7 +229,7 @@ class EvalOptions:
         numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu,
             llama.cpp-blackwell (docs/numerics.md).
         calib_data: Conversations whose assistant tokens are also scored.
-        rows: Answers per batch.
+        rows: Answers per batch (default: 128; on a GPU as many as fit, up to 512).
         output: JSON file to write.
     """
 
@@ -239,7 +239,7 @@ class EvalOptions:
     workloads: opt.WorkloadNames = None
     numerics: Annotated[tuple[str, ...], opt.COMMA_SEPARATED] = ("w4a4", "w4a16")
     calib_data: Path | None = None
-    rows: Annotated[int, opt.at_least(1)] = 128
+    rows: Annotated[int | None, opt.at_least(1)] = None
     output: Path | None = None
     allow_prompt_mismatch: opt.AllowMismatch = False
     as_json: opt.AsJson = False

@@ -5,7 +5,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)    works after that import
 load(folder, numerics="w4a16", cache="bf16")            the same with chosen numerics; every fault is named
 set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
 evaluation.evaluate(folder, reference, workloads)       gates, KL divergence and perplexity compared with the reference
-pair.sensitivity(folder, reference, workloads)        which layers the divergence comes from
+layers.sensitivity(folder, reference, workloads)         which layers the divergence comes from
 
 `annie_quant.runtime` has the public names of both.
 """

@@ -36,7 +36,8 @@ from annie_quant.offline.prompts import Answered, Template, TurnRequest
 if TYPE_CHECKING:
     from annie_quant.offline.pair import EvaluationJob
 
-MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
+MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory; on a GPU a share of what is free
+GPU_LOGITS_SHARE = 0.25
 ANSWERS_PER_WRITE = 512
 
 
@@ -94,10 +95,19 @@ def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
 
 
 class Reference:
-    """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there."""
+    """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there.
 
-    def __init__(self, job: EvaluationJob, template: Template, dtype: str, device: str) -> None:
-        self.job, self.template, self.dtype, self.device = job, template, dtype, device
+    rows: answers per batch.
+    """
+
+    def __init__(
+        self, job: EvaluationJob, template: Template, dtype: str, device: str, rows: int
+    ) -> None:
+        self.job = job
+        self.template = template
+        self.dtype = dtype
+        self.device = device
+        self.rows = rows
         self.files = model_files(job.reference)
         self.cache_folder = job.cache or default_cache()
         self.cache = AnswerCache(self.cache_path())
@@ -119,7 +129,8 @@ class Reference:
                 raise UsageError(
                     f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint"
                 )
-            self._engine = Engine(model, rows=self.job.rows)
+            model.annie_quant_prefixes = {}  # its weights and its arithmetic never change
+            self._engine = Engine(model, rows=self.rows)
         return self._engine
 
     def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
@@ -153,21 +164,26 @@ class Reference:
         return [self.cache.answers[k] for k in keys]
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Engine.scores of the reference; logits of the last rows stay in memory if they fit into 1 GB, for several numerics."""
+        """Engine.scores of the reference; logits of the last rows stay in memory if they fit, for several numerics."""
         if self._logits is not None and self._rows == rows:
             yield from self._logits.items()
             return
-        self._logits, self._rows = None, rows
+        self._logits = None
+        self._rows = rows
         stored: dict[int, torch.Tensor] = {}
         size = 0
-        for i, logits in self.engine().scores(rows):
+        engine = self.engine()
+        limit = MAX_LOGITS_BYTES
+        if engine.device.type == "cuda":
+            limit = int(GPU_LOGITS_SHARE * torch.cuda.mem_get_info(engine.device)[0])
+        for i, logits in engine.scores(rows):
             size += logits.nbytes
-            if size <= MAX_LOGITS_BYTES:
+            if size <= limit:
                 stored[i] = logits.clone()
             else:
                 stored.clear()
             yield i, logits
-        if size <= MAX_LOGITS_BYTES:
+        if size <= limit:
             self._logits = stored
 
 

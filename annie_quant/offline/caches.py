@@ -6,7 +6,7 @@ token).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,10 @@ STATES = (
 )
 
 
+# (keys, values) → both as a cache holds them, in their own dtype.
+StoredForm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 class Layered(Protocol):
     """A cache, or a view of some of its layers."""
 
@@ -30,10 +34,12 @@ class KeyValueBuffer(DynamicLayer):
     """Keys and values [B, Hkv, columns, D] of one attention layer in buffers with spare columns.
 
     A decode step writes one column in place; it does not copy the others.
+    stored: rounds new keys and values to what the cache holds; None: not.
     column: int64 [1], after fix(): the column that is written, in buffers that are read whole.
     """
 
     SPARE_COLUMNS = 64
+    stored: StoredForm | None = None
     buffers: list[torch.Tensor] | None = None
     column: torch.Tensor | None = None
 
@@ -42,6 +48,8 @@ class KeyValueBuffer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.stored is not None:
+            key_states, value_states = self.stored(key_states, value_states)
         if self.column is not None and self.keys is not None and self.values is not None:
             self.keys.index_copy_(2, self.column, key_states)
             self.values.index_copy_(2, self.column, value_states)
@@ -72,12 +80,21 @@ class KeyValueBuffer(DynamicLayer):
         self.column = column
 
 
-def new_cache(config: PretrainedConfig, layer_types: Sequence[str]) -> DynamicCache:
-    """Return an empty cache for a model with these layer types."""
+def new_cache(
+    config: PretrainedConfig,
+    layer_types: Sequence[str],
+    stored: Mapping[int, StoredForm] | None = None,
+) -> DynamicCache:
+    """Return an empty cache for a model with these layer types. stored: KeyValueBuffer.stored by layer."""
     cache = DynamicCache(config=config)
-    cache.layers = [
-        LinearAttentionLayer() if t == "linear_attention" else KeyValueBuffer() for t in layer_types
-    ]
+    cache.layers = []
+    for index, layer_type in enumerate(layer_types):
+        if layer_type == "linear_attention":
+            cache.layers.append(LinearAttentionLayer())
+            continue
+        layer = KeyValueBuffer()
+        layer.stored = (stored or {}).get(index)
+        cache.layers.append(layer)
     return cache
 
 

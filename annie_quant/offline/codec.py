@@ -251,7 +251,7 @@ def cache_rounding(kind: str) -> CacheRounding:
 
     kind: a dtype, "fp8" or "nvfp4". "fp8" divides by the checkpoint's k_scale and v_scale (buffers; 1.0 without them), saturates at
     448 and rounds to E4M3. "nvfp4" rounds blocks of 16 values of a head to E2M1 with an E4M3 scale each, with those two scales as
-    tensor scales. Values are rounded when they are read, which is the same as when they are stored.
+    tensor scales.
     """
     if kind == "float32":
         return lambda module, key, value: (key, value)

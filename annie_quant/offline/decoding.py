@@ -31,6 +31,7 @@ from annie_quant.offline.caches import KeyValueBuffer
 from annie_quant.offline.engine import Engine
 
 SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, again
+RECUT_STEPS = 32  # steps of a whole batch that take as long as cutting it and capturing its step
 
 
 @torch.inference_mode()
@@ -211,8 +212,11 @@ def generate(
                     running.rows[j] = FINISHED
                     n_finished += 1
             on_finished(n_finished)
-            if running.active:
-                advance(engine, running)
+            active = running.active
+            if active:
+                rows = [running.rows[j] for j in active]
+                left = max(limits[i] - len(completions[i].tokens) for i in rows)
+                advance(engine, running, left)
     return completions
 
 
@@ -235,9 +239,12 @@ def start(
     return batches
 
 
-def advance(engine: Engine, running: RunningBatch) -> None:
-    """Compute one decode step."""
+def advance(engine: Engine, running: RunningBatch, steps: int) -> None:
+    """Compute one decode step. steps: most that follow, this one included."""
     if engine.fixed_buffers:
+        finished = 1 - len(running.active) / len(running.rows)
+        if finished * steps > RECUT_STEPS:
+            running.left = 0
         advance_fixed(engine, running)
         return
     if len(running.active) < SHRINK * len(running.rows):
@@ -262,7 +269,7 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
     for part in parts:
         part.compact()
     columns = max(p.real.shape[1] for p in parts)
-    cache = caches.new_cache(engine.model.config, engine.layer_types)
+    cache = engine.new_cache()
     caches.concatenate([p.cache for p in parts], cache, columns)
     real = torch.cat([functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
     rows = [row for p in parts for row in p.rows]

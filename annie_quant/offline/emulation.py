@@ -71,13 +71,15 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
         for h in module_hooks(m, profile, adds_one(f"{name}.weight"))
     ]
     with reordered_linears(model, order):
-        before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
+        before = getattr(model, "annie_quant_profile", None)
+        prefixes = getattr(model, "annie_quant_prefixes", None)
+        model.annie_quant_profile = profile  # type: ignore[assignment]
         model.annie_quant_prefixes = {}  # type: ignore[assignment]  # Engine.prefix: caches in this arithmetic
         try:
             yield
         finally:
             model.annie_quant_profile = before  # type: ignore[assignment]
-            del model.annie_quant_prefixes
+            model.annie_quant_prefixes = prefixes  # type: ignore[assignment]
             for hook in hooks:
                 hook.remove()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def grouped_attention(
 
 
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return grouped_attention with the roundings of a numerics profile."""
-    stream, stored = rounding(profile.stream), codec.cache_rounding(profile.kv)
+    """Return grouped_attention with the roundings of a numerics profile; keys and values are rounded when they are stored."""
+    stream = rounding(profile.stream)
 
     def attention(
         module: torch.nn.Module,
@@ -73,8 +74,7 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        query, (key, value) = stream(query), stored(module, key, value)
-        output, _ = grouped_attention(module, query, key, value, *args, **options)
+        output, _ = grouped_attention(module, stream(query), key, value, *args, **options)
         return stream(output), None
 
     return attention
@@ -89,7 +89,7 @@ def use_grouped_attention(
     """
     if config._attn_implementation != "sdpa":
         return contextlib.nullcontext()
-    name = f"{NAME}_{profile.stream}_{profile.kv}"
+    name = f"{NAME}_{profile.stream}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(
             name, rounded_attention(profile) if profile.rounds else grouped_attention
@@ -114,9 +114,12 @@ TOKENS = {
     "cpu": 1024
 }  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
-LAUNCH_FLOP = (
-    5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
-)
+# What an H200 computes while the kernels of one forward through eight layers are launched.
+LAUNCH_FLOP = 5e11
+ROWS = 128
+MAX_ROWS = 512  # on a GPU, which computes a step of many rows in little more time than one of few
+ROWS_SHARE = 0.2  # of the free memory, for the keys and values of a batch
+ROW_TOKENS = 2048  # of a long prompt and its answer
 LEAST_TOKENS, MOST_TOKENS = 4096, 32768  # per forward on a GPU; the most are for a small model
 
 
@@ -142,23 +145,22 @@ class Engine:
     """A model with its batching.
 
     tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model.
-    rows: most rows per batch.
+    rows: most rows per batch; None: ROWS, on a GPU as many as fit, up to MAX_ROWS.
     fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.advance_fixed).
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
 
-    def __init__(self, model: Any, tokens: int | None = None, rows: int = 128) -> None:
-        self.model, self.rows = model, rows
+    def __init__(self, model: Any, tokens: int | None = None, rows: int | None = None) -> None:
+        self.model = model
         self.device = next(model.parameters()).device
-        launched = (
-            tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
-        )
+        self.config = model.config.get_text_config()
+        launched = tokens_per_launch(self.config) if self.device.type == "cuda" else 0
         self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
         self.group_cost = max(GROUP_COST, launched)
-        self.config = model.config.get_text_config()
         self.layer_types = getattr(self.config, "layer_types", None) or (
             ["full_attention"] * self.config.num_hidden_layers
         )
+        self.rows = rows or self.rows_that_fit()
         unsupported = set(self.layer_types) - {
             "full_attention",
             "linear_attention",
@@ -168,7 +170,13 @@ class Engine:
             raise UsageError(
                 f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation"
             )
-        self.batch, self.delta_layers = RaggedBatch(), delta_layers(model)
+        self.batch = RaggedBatch()
+        self.delta_layers = delta_layers(model)
+        self.attention = {
+            module.layer_idx: module
+            for module in model.modules()
+            if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+        }
         self.head = model.get_output_embeddings()
         self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
         self.compared_tokens = (
@@ -180,6 +188,19 @@ class Engine:
             self.config._attn_implementation == "sdpa"
         )  # the attention takes the mask as it is
         self.fixed_buffers = self.captures and as_it_is and hasattr(model.base_model, "layers")
+
+    def rows_that_fit(self) -> int:
+        """Return ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_ROWS."""
+        if self.device.type != "cuda":
+            return ROWS
+        heads = getattr(self.config, "num_key_value_heads", self.config.num_attention_heads)
+        width = getattr(self.config, "head_dim", None)
+        width = width or self.config.hidden_size // self.config.num_attention_heads
+        n_layers = sum(kind != "linear_attention" for kind in self.layer_types)
+        token_bytes = 2 * n_layers * heads * width * self.model.dtype.itemsize
+        free = torch.cuda.mem_get_info(self.device)[0]
+        fitting = int(ROWS_SHARE * free / (token_bytes * ROW_TOKENS))
+        return max(ROWS, min(MAX_ROWS, fitting - fitting % ROWS))
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
@@ -223,7 +244,7 @@ class Engine:
                 batch, waiting = waiting[:count], waiting[count:]
                 if shared and prefix_cache is None:
                     prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])
-                cache = caches.new_cache(self.model.config, self.layer_types)
+                cache = self.new_cache()
                 if prefix_cache is not None:
                     caches.repeat_row(prefix_cache, cache, len(batch))
                 ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -276,11 +297,23 @@ class Engine:
             if replaced is not None:
                 mlp.forward = replaced
 
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache that holds keys and values as the model's profile does."""
+        kind = profile_of(self.model).kv
+        if kind == "float32":
+            return caches.new_cache(self.model.config, self.layer_types)
+        stored = codec.cache_rounding(kind)
+        by_layer = {index: partial(stored, module) for index, module in self.attention.items()}
+        return caches.new_cache(self.model.config, self.layer_types, by_layer)
+
     def prefix(self, tokens: Sequence[int]) -> DynamicCache:
-        """Return the cache of one row with these tokens. Under emulate() it is computed once."""
-        computed = getattr(self.model, "annie_quant_prefixes", {})
-        if (key := tuple(tokens)) not in computed:
-            cache = caches.new_cache(self.model.config, self.layer_types)
+        """Return the cache of one row with these tokens. Under emulate(), and for the reference, it is computed once."""
+        computed = getattr(self.model, "annie_quant_prefixes", None)
+        if computed is None:
+            computed = {}
+        key = tuple(tokens)
+        if key not in computed:
+            cache = self.new_cache()
             ids = torch.tensor([list(tokens)], device=self.device)
             with self.last_mlp_at(torch.zeros_like(ids, dtype=torch.bool)):
                 self.step(ids, cache, len(tokens))

@@ -1,8 +1,9 @@
 """One evaluation of loaded models: gates, KL divergence and perplexity of a checkpoint compared with its bf16 reference.
 
-The reference answers every prompt greedily once. The checkpoint is checked against those answers under each
-numerics (answers.py), in one pass that also gives the KL figures, and in the further members of each numerics (ensemble.py).
-Counts and verdicts are made from the outcomes per prompt (judge/evidence.py).
+prepare   the reference answers every prompt greedily, in two arithmetics
+measure   under one numerics the checkpoint is checked against those answers (answers.py), in one pass that also gives the KL
+          figures, and in the further members of the numerics (ensemble.py)
+conclude  gates, counts and verdicts are made from the answers, without a model (judging.py, judge/evidence.py)
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import Rows, read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.documents.persona import Persona
-from annie_quant.judge import Answer, Case, Judged, Workload, evidence
-from annie_quant.judge.answers import constant_answer
+from annie_quant.judge import Workload, evidence
 from annie_quant.judge.decision import RULE
-from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
-from annie_quant.judge.pairing import deciding
+from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.sampling import (
     compares_with_reference,
     prompts_per_gate,
@@ -35,9 +34,16 @@ from annie_quant.judge.sampling import (
     shortages,
 )
 from annie_quant.offline import decoding, ensemble
-from annie_quant.offline.answers import Choices, Outcome
+from annie_quant.offline.answers import Outcome
+from annie_quant.offline.divergence import TokenLabels, token_labels
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
+from annie_quant.offline.judging import (
+    ReferenceAnswers,
+    differing_answers,
+    gives_one_answer,
+    reference_answers,
+)
 from annie_quant.offline.linears import NVFP4Linear
 from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
@@ -46,20 +52,55 @@ from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conver
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """What the checkpoint is compared with.
+class ScoredText:
+    """Answers whose tokens are scored, and what the figures of these tokens are grouped by."""
 
-    answered: the reference's answers.
-    judged: the same with what judges them, each with itself as its reference.
-    characters: by gate, those of `judged` in gate_outcomes.
-    own, conversations: texts whose tokens are scored: the reference's answers, and those of the job's conversations.
+    answers: list[ScoredAnswer]
+    labels: TokenLabels
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a checkpoint is compared with, before it computes anything.
+
+    workloads: the distinct prompts, with the gates that compare with bf16's own answers.
+    answered, second: the reference's answers in its usual and in its second arithmetic.
+    compares: whether the workloads themselves have gates that compare with bf16's own answers.
+    own, conversations: texts that are scored: the reference's answers, and those of the job's conversations.
+    numerics: names of the profiles that are measured.
+    blocking: why the verdict cannot be "keeps".
+    notes: what else a reader must know about how it was computed.
     """
 
+    workloads: list[Workload]
+    compares: bool
     answered: list[Answered]
-    judged: list[Judged]
-    characters: list[dict[str, str]]
-    own: list[ScoredAnswer]
-    conversations: list[ScoredAnswer]
+    second: list[Answered]
+    own: ScoredText
+    conversations: ScoredText
+    numerics: list[str]
+    blocking: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A checkpoint's answers and figures under one numerics.
+
+    outcomes: its answers to all prompts.
+    kl, kl_conversations: of the scored texts; None for an empty one.
+    drafts: by workload, of its MTP head.
+    members, figures: of the ensemble; none and None without one.
+    """
+
+    name: str
+    outcomes: list[Outcome]
+    kl: documents.KLSummary | None
+    kl_conversations: documents.KLSummary | None
+    drafts: dict[str, documents.DraftAcceptance]
+    members: list[ensemble.MemberOutcomes]
+    figures: documents.EnsembleFigures | None
+    seconds: float
 
 
 def evaluate(
@@ -74,7 +115,7 @@ def evaluate(
     progress: Progress | None = None,
     dtype: str | None = None,
     device: str | None = None,
-    rows: int = 128,
+    rows: int | None = None,
     persona: StrPath | Persona | None = None,
     with_ensemble: bool = True,
 ) -> JsonObject:
@@ -92,7 +133,7 @@ def evaluate(
         n_conversations: most conversations, taken evenly over the rows.
         cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
         dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
-        rows: answers per batch.
+        rows: answers per batch; default: 128, on a GPU as many as fit, up to 512.
         with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
             arithmetic.
 
@@ -147,53 +188,108 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
 
     Raises UsageError where the checkpoint supports none of the job's numerics.
     """
+    prepared = prepare(pair, workloads)
+    measured = [measure(pair, prepared, name) for name in prepared.numerics]
+    return conclude(pair, prepared, measured)
+
+
+def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
+    """Let the reference answer, and compare the checkpoint's own prompt files with the reference's."""
     job = pair.job
     workloads, n_repeated = judge.distinct_prompts(workloads)
     numerics, skipped = choose(job.numerics, profiles_of(pair.model))
     conversations = conversation_answers(pair.template, job.conversations)
-    own_gates = compares_with_reference(workloads)
+    compares = compares_with_reference(workloads)
     workloads = [
         replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads
     ]
     answered = pair.reference.answer(workloads, pair.progress)
     own_files = check_prompts(pair, answered)
-    blocking = [
-        *job.faults,
-        *(line for line in own_files.blocking if not any(line in fault for fault in job.faults)),
-    ]
-    before = with_references(judged(pair.template, answered))
-    characters = [gate_characters(*row) for row in before]
-    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations)
-    floor = judged_outcomes(pair.template, ensemble.second_answers(pair, answered), baseline)
-    results: dict[str, documents.NumericsResult] = {}
-    members: dict[str, documents.Member] = {}
-    figures: dict[str, documents.EnsembleFigures] = {}
-    for name in numerics:
-        results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
-        if constant := gives_one_answer(pair.template, baseline, outcomes):
-            blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if job.ensemble:
-            further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
-            for m in further:
-                after = gate_outcomes(
-                    judged_outcomes(pair.template, m.outcomes, baseline), baseline
-                )[1]
-                members[m.name] = documents.Member(
-                    m.arithmetic, {}, {}, after, m.n_computed, m.n_changed
-                )
-    prompts, reference_outcomes = gate_outcomes(before, baseline)
-    floor_outcomes = {
-        k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES
-    }
-    left_out = template_notes(pair.template, workloads)
+    blocking = list(job.faults)
+    blocking += [b for b in own_files.blocking if not any(b in fault for fault in job.faults)]
     notes = [*own_files.blocking, *own_files.notes, *model_notes(numerics, skipped, pair.model)]
     if n_repeated:
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
-    notes += [*shortages(workloads, job.n_per_gate or 0), *left_out]
-    for w in workloads:
-        if w.informative:
-            notes.append(
-                f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
+    notes += shortages(workloads, job.n_per_gate or 0)
+    notes += template_notes(pair.template, workloads)
+    for workload in workloads:
+        if workload.informative:
+            gates = ", ".join(workload.informative)
+            notes.append(f"{workload.name}: {gates} for information only, as the workload states")
+    return Prepared(
+        workloads=workloads,
+        compares=compares,
+        answered=answered,
+        second=ensemble.second_answers(pair, answered),
+        own=scored_text(pair.template, pair.scored(answered)),
+        conversations=scored_text(pair.template, conversations),
+        numerics=numerics,
+        blocking=blocking,
+        notes=notes,
+    )
+
+
+def scored_text(template: Template, answers: list[ScoredAnswer]) -> ScoredText:
+    return ScoredText(answers, token_labels(template, answers))
+
+
+def measure(pair: ModelPair, prepared: Prepared, name: str) -> Measured:
+    """Score all tokens in one pass, then decode the answers that differ from the reference's, here and in each further member."""
+    start = time.monotonic()
+    answered = prepared.answered
+    own = prepared.own
+    conversations = prepared.conversations
+    with emulate(pair.model, find_profile(name)):
+        comparison = pair.compare(
+            [*own.answers, *conversations.answers], f"{name}: checking answers"
+        )
+        compared_own, compared_conversations = comparison.split(len(answered))
+        base = dict(enumerate(compared_own.choices))
+        differences = ensemble.differences_of(base)
+        outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
+        own_answers = [Answered(o.request, o.completion) for o in outcomes]
+        drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, own_answers)
+    members: list[ensemble.MemberOutcomes] = []
+    figures = None
+    if pair.job.ensemble:
+        members, figures = ensemble.run(pair, name, answered, base, outcomes)
+    return Measured(
+        name=name,
+        outcomes=outcomes,
+        kl=compared_own.summary(own.labels) if own.answers else None,
+        kl_conversations=compared_conversations.summary(conversations.labels)
+        if conversations.answers
+        else None,
+        drafts=drafts,
+        members=members,
+        figures=figures,
+        seconds=time.monotonic() - start,
+    )
+
+
+def conclude(
+    pair: ModelPair, prepared: Prepared, measured: Sequence[Measured]
+) -> documents.Evaluation:
+    """Return the evaluation: the outcomes of all gates, the counts and the verdict."""
+    job = pair.job
+    references = reference_answers(pair.template, prepared.answered)
+    floor = references.outcomes(references.judge(prepared.second))
+    blocking = list(prepared.blocking)
+    numerics: dict[str, documents.NumericsResult] = {}
+    members: dict[str, documents.Member] = {}
+    figures: dict[str, documents.EnsembleFigures] = {}
+    for side in measured:
+        after = references.judge(side.outcomes)
+        numerics[side.name] = numerics_result(references, side, after)
+        constant = gives_one_answer(references, after)
+        if constant:
+            blocking.append(f"{side.name}: {constant}, which bf16 does not give")
+        if side.figures is not None:
+            figures[side.name] = side.figures
+        for member in side.members:
+            outcomes = references.outcomes(references.judge(member.outcomes))
+            members[member.name] = documents.Member(
+                member.arithmetic, {}, {}, outcomes, member.n_computed, member.n_changed
             )
     evaluation = evidence.recounted(
         documents.Evaluation(
@@ -207,83 +303,57 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
             device=pair.engine.device.type,
             workloads={
                 w.name: documents.EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w))
-                for w in workloads
+                for w in prepared.workloads
             },
-            n_answers=len(answered),
-            n_conversation_answers=len(conversations),
+            n_answers=len(prepared.answered),
+            n_conversation_answers=len(prepared.conversations.answers),
             n_text_tokens=0,
-            notes=notes,
+            notes=prepared.notes,
             reference_gates={},
-            numerics=results,
+            numerics=numerics,
             seconds=time.monotonic() - pair.start,
-            prompts=prompts,
-            reference_outcomes=reference_outcomes,
-            floor_outcomes=floor_outcomes,
+            prompts=references.prompts(),
+            reference_outcomes=references.outcomes(references.judged),
+            floor_outcomes={gate: row for gate, row in floor.items() if gate in REFERENCE_GATES},
             members=members,
             ensemble=figures,
-            reference_drafts=reference_drafts(pair, answered),
+            reference_drafts=reference_drafts(pair, prepared.answered),
             checkpoint_files=prompt_files.model_files(job.checkpoint),
             reference_files=pair.reference.files,
             blocking=blocking,
         )
     )
-    if own_gates:
-        evaluation.notes += reference_notes(before, evaluation.reference_gates)
+    if prepared.compares:
+        evaluation.notes += reference_notes(references.judged, evaluation.reference_gates)
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return evaluation
 
 
-def evaluate_numerics(
-    pair: ModelPair, baseline: Baseline, name: str
-) -> tuple[documents.NumericsResult, list[Outcome], dict[int, Choices]]:
-    """Score all tokens in one pass, then decode the answers that differ from the reference's.
-
-    Returns the document without its counts, the answers, and the choices of tokens by the answer's index.
-    """
-    start = time.monotonic()
-    profile = find_profile(name)
-    answered, own, conversations = baseline.answered, baseline.own, baseline.conversations
-    with emulate(pair.model, profile):
-        comparisons = pair.compare([*own, *conversations], f"{name}: checking answers")
-        base = {i: comparisons[i].choices for i in range(len(answered))}
-        differences = ensemble.differences_of(base)
-        outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
-        drafts = drafts_of(
-            pair,
-            pair.engine,
-            pair.job.checkpoint,
-            [Answered(o.request, o.completion) for o in outcomes],
-        )
-    kl = pair.summarize(own, comparisons)
-    after = judged_outcomes(pair.template, outcomes, baseline)
-    n_tokens = sum(len(o.completion.tokens) for o in outcomes)
-    n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
-    result = documents.NumericsResult(
+def numerics_result(
+    references: ReferenceAnswers, side: Measured, after: Sequence[judge.Judged]
+) -> documents.NumericsResult:
+    """Return the document of one numerics without its counts. after: its answers with what judges them."""
+    n_tokens = sum(len(o.completion.tokens) for o in side.outcomes)
+    n_reference_tokens = sum(len(a.completion.tokens) for a in references.answered)
+    kl = side.kl
+    return documents.NumericsResult(
         gates={},
         paired={},
-        outcomes=gate_outcomes(after, baseline)[1],
+        outcomes=references.outcomes(after),
         kl=kl,
-        kl_conversations=pair.summarize(conversations, comparisons, len(own)),
+        kl_conversations=side.kl_conversations,
         kl_text=None,
         perplexity=kl.perplexity if kl else None,
         perplexity_reference=kl.perplexity_reference if kl else None,
-        same_answers=documents.SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
+        same_answers=documents.SameAnswers(
+            n=len(side.outcomes), same=sum(o.same for o in side.outcomes)
+        ),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
-        cases=differing_answers(outcomes, after, baseline.judged),
-        seconds=time.monotonic() - start,
-        arithmetic=profile.describe(),
-        drafts=drafts,
+        cases=differing_answers(side.outcomes, after, references.judged),
+        seconds=side.seconds,
+        arithmetic=find_profile(side.name).describe(),
+        drafts=side.drafts,
     )
-    return result, outcomes, base
-
-
-def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[Outcome]) -> str:
-    """Return how many prompts the checkpoint gives one answer to where the reference does not, or ""."""
-    pairs = zip(outcomes, baseline.judged, strict=True)
-    # Labels judge the others.
-    rows = [(outcome, row.answer) for outcome, row in pairs if not row.case.expect]
-    own = [template.answer(o.request, o.completion) for o, _ in rows]
-    return constant_answer(own, [answer for _, answer in rows])
 
 
 def reference_drafts(
@@ -313,99 +383,7 @@ def drafts_of(
 def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> documents.GateTable:
     """Return the gates of bf16's own answers; these are stored, so that a following evaluation does not compute them again."""
     answered = pair.reference.answer(workloads, pair.progress)
-    return judge.gate_table(with_references(judged(pair.template, answered)))
-
-
-def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
-    """Return the bf16 model's answers, each with itself as its reference, so that it passes every gate that compares."""
-    return [row._replace(reference=row.answer) for row in judged_answers]
-
-
-def judged_outcomes(
-    template: Template, outcomes: Sequence[Outcome | Answered], baseline: Baseline
-) -> list[Judged]:
-    """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
-
-    An answer that equals the reference's, to the same request, is the reference's.
-    """
-    rows: list[Judged] = []
-    for outcome, (request, completion), old in zip(
-        outcomes, baseline.answered, baseline.judged, strict=True
-    ):
-        if outcome.request is request and outcome.completion == completion:
-            rows.append(old)
-            continue
-        [row] = judged(template, [Answered(outcome.request, outcome.completion)])
-        rows.append(row._replace(reference=old.reference))
-    return rows
-
-
-def gate_outcomes(
-    judged_answers: Sequence[Judged], baseline: Baseline
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return by gate the names of its workloads' prompts, and one character for each: "1" where the answer passes, else "0".
-
-    "-": the gate does not apply to the answer. "p", "f": it passes or fails, and does not count for the verdict, because the
-    answer is not complete or by the workload's choice. All counts and the verdict can be made from them (judge/evidence.py).
-    """
-    prompts: dict[str, list[str]] = {}
-    outcomes: dict[str, list[str]] = {}
-    rows = zip(judged_answers, baseline.judged, baseline.characters, baseline.answered, strict=True)
-    for row, old, of_old, (request, _) in rows:
-        for gate, character in (of_old if row is old else gate_characters(*row)).items():
-            prompts.setdefault(gate, []).append(request.name)
-            outcomes.setdefault(gate, []).append(character)
-    return prompts, {gate: "".join(characters) for gate, characters in outcomes.items()}
-
-
-def gate_characters(
-    workload: Workload, case: Case, answer: Answer, reference: Answer | None
-) -> dict[str, str]:
-    """Return the character of gate_outcomes for each gate of the workload."""
-    checks = judge.checks(answer, case, workload, reference)
-    counting = deciding(checks, answer, workload)
-    return {
-        gate: str(int(checks[gate]))
-        if gate in counting
-        else "fp"[checks[gate]]
-        if gate in checks
-        else "-"
-        for gate in dict.fromkeys((*workload.gates, *IMPLIED))
-    }
-
-
-def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
-    """Return answers with the workload and the case, at their turn, that judge them."""
-    return [Judged(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
-
-
-def differing_answers(
-    outcomes: Sequence[Outcome], after: Sequence[Judged], before: Sequence[Judged]
-) -> list[documents.DifferingAnswer]:
-    """Return the answers that differ from the reference's, with both texts and the gates that now fail."""
-    return [
-        documents.DifferingAnswer(
-            case=outcome.request.name,
-            agreed_tokens=outcome.agreed,
-            failed=[
-                g
-                for g, ok in judge.checks(answer, case, workload, reference).items()
-                if not (ok or GATES[g].two_sided)
-            ],
-            text=answer.text,
-            tool_calls=calls_as_text(answer),
-            reference_text=old.text,
-            reference_tool_calls=calls_as_text(old),
-        )
-        for outcome, (workload, case, answer, reference), (_, _, old, _) in zip(
-            outcomes, after, before, strict=True
-        )
-        if not outcome.same
-    ]
-
-
-def calls_as_text(answer: Answer) -> list[str]:
-    return [f"{c['name']}({c['arguments']})" for c in answer.tool_calls]
+    return judge.gate_table(reference_answers(pair.template, answered).judged)
 
 
 def model_notes(numerics: Sequence[str], skipped: Sequence[str], model: nn.Module) -> list[str]:

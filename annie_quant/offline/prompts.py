@@ -319,9 +319,12 @@ class Template:
         )
         return TurnRequest(workload, case, turn, tuple(self.ids(text)))
 
+    def text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+
     def answer(self, request: TurnRequest, completion: Completion) -> Answer:
         """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
-        raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+        raw = self.text(completion)
         n_tokens = len(completion.tokens) + completion.finished
         tools = request.workload.tools_for(request.case)
         thinking = request.workload.thinking and self.thinks

@@ -11,7 +11,7 @@ from annie_quant.judge.decision import judge_members
 from annie_quant.judge.gates import REFERENCE_GATES, Judged, checks
 from annie_quant.judge.pairing import deciding, pair_checks, with_floor
 from annie_quant.offline.decoding import Completion
-from annie_quant.offline.evaluation import judged, with_references
+from annie_quant.offline.judging import judged, reference_answers
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
 
 GATES = (
@@ -33,15 +33,16 @@ class Prompts:
         """compares: with the gates that compare with bf16's own answers, as an evaluation; False: without, as a benchmark."""
         self.template = template
         self.requests = [with_reference_gates(r) for r in requests] if compares else list(requests)
-        self.before = with_references(judged(template, self.answered(reference)))
+        self.before = reference_answers(template, self.answered(reference)).judged
         self.floor = None if floor is None else self.judged(floor)
 
     def answered(self, completions: Sequence[Completion]) -> list[Answered]:
         return [Answered(r, c) for r, c in zip(self.requests, completions, strict=True)]
 
     def judged(self, completions: Sequence[Completion]) -> list[Judged]:
-        rows = zip(judged(self.template, self.answered(completions)), self.before, strict=True)
-        return [row._replace(reference=before.reference) for row, before in rows]
+        rows = [judged(self.template, answered) for answered in self.answered(completions)]
+        pairs = zip(rows, self.before, strict=True)
+        return [row._replace(reference=before.reference) for row, before in pairs]
 
     def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
         table = judge.gate_table(self.judged(completions))

@@ -17,7 +17,7 @@ pytest.importorskip(
 )
 
 from annie_quant.judge.answers import Form
-from annie_quant.offline.pair import FIELDS, kl_summary
+from annie_quant.offline.divergence import FIELDS, TokenLabels, kl_summary
 from annie_quant.offline.prompts import Template, covers, deciding
 
 # "^" stands in front of every character that decides.
@@ -161,8 +161,9 @@ def test_the_summary_has_the_figures_of_deciding_tokens_alone() -> None:
     fields[:, FIELDS.index("same_top")] = [0, 0, 1, 1, 1, 1]
     categories, classes = np.array(["a"] * 3 + ["b"] * 3), np.array([0, 0, 1, 0, 0, 0])
     decides = np.array([True, False, True, False, False, False])
-    summary = kl_summary(fields, categories, classes, decides)
+    summary = kl_summary(fields, TokenLabels(categories, classes, decides))
     assert summary.decisions is not None
     assert (summary.decisions.n_tokens, summary.decisions.flips) == (2, 1)
     assert summary.decisions.mean == pytest.approx(0.4) and summary.mean == pytest.approx(0.2)
-    assert kl_summary(fields, categories, classes, np.zeros(6, dtype=bool)).decisions is None
+    none = TokenLabels(categories, classes, np.zeros(6, dtype=bool))
+    assert kl_summary(fields, none).decisions is None

@@ -9,7 +9,13 @@ torch = pytest.importorskip(
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 scipy_special = pytest.importorskip("scipy.special")
 
-from annie_quant.offline.pair import FIELDS, compare_logits, flip_chance, kl_summary  # noqa: E402
+from annie_quant.offline.divergence import (  # noqa: E402
+    FIELDS,
+    TokenLabels,
+    compare_logits,
+    flip_chance,
+    kl_summary,
+)
 
 
 def separate(
@@ -55,7 +61,8 @@ def test_the_summary_is_that_of_all_tokens(logits) -> None:
     fields = compare_logits(*(torch.from_numpy(x) for x in logits))
     kinds = np.arange(400) % 3 == 0
     categories = np.repeat(["factual", "tool", "factual"], [150, 20, 230])
-    summary = kl_summary(fields, categories, kinds.astype(int), np.zeros(400, dtype=bool))
+    labels = TokenLabels(categories, kinds.astype(int), np.zeros(400, dtype=bool))
+    summary = kl_summary(fields, labels)
     kl = expected["kl"]
     assert summary.n_tokens == 400
     for name, value in (

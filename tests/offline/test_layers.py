@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline import pair as module  # noqa: E402
+from annie_quant.offline import layers as module  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 DAMAGED = "layers.2.mlp"
@@ -77,9 +77,8 @@ def test_restoring_everything_is_the_reference(folders) -> None:
     ids = torch.randint(0, 1000, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         quantized = model(ids).logits
-        with module.restored_linears(
-            linears, {n: plain.get_submodule(n).weight for n in linears}, linears
-        ):
+        originals = {n: plain.get_submodule(n).weight for n in linears}
+        with module.restored_linears(linears, originals):
             assert torch.equal(model(ids).logits, plain(ids).logits)
         assert torch.equal(model(ids).logits, quantized)
 

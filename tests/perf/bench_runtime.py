@@ -209,7 +209,7 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
         settings = EvaluationJob(
             checkpoint=Path(folder), reference=Path(reference), cache=Path(cache)
         )
-        known = Reference(settings, template, "float32", "cpu")
+        known = Reference(settings, template, "float32", "cpu", 128)
         answered = known.answer(
             judge.sample(
                 [w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)

@@ -38,6 +38,7 @@ from annie_quant.checkpoint.shards import PROMPT_FILES, ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
+from annie_quant.offline.divergence import token_labels
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.pair import EvaluationJob, open_pair
@@ -85,12 +86,12 @@ def measure(
         EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)
     ) as pair:
         own = pair.scored(pair.reference.answer(workloads, pair.progress))
+        labels = token_labels(pair.template, own)
         for name in NUMERICS:
             with emulate(
                 pair.model, find_profile(name if name in numerics_of(pair.model) else "w4a16")
             ):
-                kl = pair.summarize(own, pair.compare(own))
-            assert kl is not None
+                kl = pair.compare(own).summary(labels)
             assert kl.decisions is not None
             figures[name] = {
                 "kl": kl.mean, "median": kl.median, "flips": kl.flips, "tokens": kl.n_tokens, "decisions": kl.decisions.mean,

@@ -28,7 +28,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from annie_quant.offline import caches  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import Engine  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
@@ -71,7 +70,7 @@ def offline_tensors(folder: Path, profile: str, tokens: list[int]) -> dict[str, 
                 before, after = keep(name.removeprefix("model."))
                 module.register_forward_pre_hook(before)
                 module.register_forward_hook(after)
-        cache = caches.new_cache(model.config, engine.layer_types)
+        cache = engine.new_cache()
         hidden = engine.step(torch.tensor([tokens]), cache, len(tokens))
         tensors["logits"] = engine.logits(hidden[:, -1])
     for name in list(tensors):

@@ -196,11 +196,9 @@ class CompareOptions:
 
     Attributes:
         worst: Tensors with the largest error to list per form.
-        plot: Also draw a plot: a file named .svg, .png or .pdf.
     """
 
     worst: int = 3
-    plot: Path | None = None
     as_json: opt.AsJson = False
 
 
@@ -208,8 +206,6 @@ def compare(source: Path, /, *forms: Path, options: CompareOptions = CompareOpti
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
     with console.task("compare"):
         comparison = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
-        if options.plot:
-            comparison.plot(options.plot)
     if options.as_json:
         emit(comparison.to_dict(options.worst))
         return

@@ -57,9 +57,6 @@ def test_errors_and_bits(forms, tmp_path):
     assert s["nvfp4"].bits_per_weight == aq.checkpoint.audit(paths["nvfp4"]).summary.bits_per_weight
     assert rows["nvfp4", f"{NAME}.weight"].bits == pytest.approx(4.5, abs=0.01)
     json.dumps(result.to_dict())
-    pytest.importorskip("matplotlib", reason="the plots extra is not installed")
-    result.plot(tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 5000
 
 
 def test_the_worst_tensor_is_found(forms, tmp_path):
@@ -89,12 +86,6 @@ def test_forms_of_one_name_are_labelled_with_their_folders():
         labels(["a/x", "a/x"])
 
 
-def test_the_plot_is_an_image_and_an_unknown_format_is_refused(forms, tmp_path):
-    pytest.importorskip("matplotlib", reason="the plots extra is not installed")
+def test_a_dictionary_names_the_worst_tensors(forms):
     result = compare(forms[0], {"nvfp4": forms[1]["nvfp4"]})
-    result.plot(tmp_path / "x.svg")
-    text = (tmp_path / "x.svg").read_text()
-    assert text.lstrip().startswith("<?xml") and text.count("<use") > len(result.rows)
-    with pytest.raises(UsageError, match="is not supported"):
-        result.plot(tmp_path / "x.foo")
     assert result.to_dict(2)["worst"]["nvfp4"] == [r.tensor for r in result.worst("nvfp4", 2)]

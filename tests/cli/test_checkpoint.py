@@ -132,12 +132,10 @@ def test_convert_reports_losses_and_replaces_only_with_force(checkpoints, tmp_pa
     )
 
 
-def test_compare_lists_the_worst_and_plots(checkpoints, tmp_path):
-    pytest.importorskip("matplotlib", reason="the plots extra is not installed")
-    plot = tmp_path / "plot.svg"
-    done = run("compare", checkpoints[0], checkpoints[1], "--worst", "2", "--plot", plot, "--json")
+def test_compare_lists_the_worst(checkpoints):
+    done = run("compare", checkpoints[0], checkpoints[1], "--worst", "2", "--json")
     result = json.loads(done.stdout)
-    assert len(result["worst"]["nvfp4"]) == 2 and plot.stat().st_size > 5000
+    assert len(result["worst"]["nvfp4"]) == 2
     wrong = run("compare", checkpoints[0], checkpoints[1], checkpoints[1])
     assert wrong.returncode == 2 and "given twice" in wrong.stderr
 

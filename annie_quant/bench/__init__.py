@@ -2,7 +2,6 @@
 
     run([Backend(name, url), ...], workloads, output)   measure, or resume; returns what bench.json holds (documents.Bench)
     aggregate(folder)                                    records to percentiles, gates, paired comparisons, turns
-    export(folder)                                       vLLM's keys, AIPerf's and GuideLLM's reports
     regression(before, after)                            what got significantly worse against a stored run
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from annie_quant.bench.aggregates import aggregate
 from annie_quant.bench.backend import Backend, key_headers
-from annie_quant.bench.exports import export
 from annie_quant.bench.regressions import losses, regression
 from annie_quant.bench.session import run
 from annie_quant.core.host import environment
@@ -21,7 +19,6 @@ __all__ = [
     "Backend",
     "aggregate",
     "environment",
-    "export",
     "key_headers",
     "losses",
     "regression",

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from annie_quant.bench import endpoints
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.host import is_local
@@ -56,7 +55,6 @@ class Backend:
     meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
         the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime".
     headers: sent, never stored.
-    endpoint: the API that requests use (bench/endpoints.py).
     """
 
     name: str
@@ -64,10 +62,8 @@ class Backend:
     model: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    endpoint: str = "chat"
 
     def __post_init__(self) -> None:
-        endpoints.check(self.endpoint, f"backend {self.name!r}")
         hint = "write it as http://127.0.0.1:8000"
         try:
             parts = urllib.parse.urlsplit(self.url)
@@ -93,9 +89,7 @@ class Backend:
         """What a run records of this backend."""
         source = self.meta.get("source")
         source = source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
-        return BackendSettings(
-            name=self.name, model=self.model, source=source, endpoint=self.endpoint
-        )
+        return BackendSettings(name=self.name, model=self.model, source=source)
 
     @property
     def root(self) -> str:
@@ -103,7 +97,7 @@ class Backend:
 
     @property
     def completions_url(self) -> str:
-        return f"{self.root}{endpoints.ENDPOINTS[self.endpoint].path}"
+        return f"{self.root}/v1/chat/completions"
 
     @property
     def is_local(self) -> bool:
@@ -506,9 +500,7 @@ class Sender:
         measured = [
             stream.Request(
                 backend.completions_url,
-                json=endpoints.request_body(
-                    backend.endpoint, r.body | self._cache_fields(backend.name, r.tag)
-                ),
+                json=r.body | self._cache_fields(backend.name, r.tag),
                 headers=headers,
                 timeout_s=self.config.timeout_s,
                 start_s=begins[r.tag],

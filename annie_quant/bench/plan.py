@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from annie_quant import documents
-from annie_quant.bench import endpoints
 from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.cliffs import PREFIX as LADDER
@@ -57,6 +56,7 @@ class BenchPlan:
 
     reference_run   folder of an earlier run with a bf16 side, whose answers all sides are compared with
     reference_name  that side's name there; None: its reference
+    stop_at_smoke   end the run where a server has no words for the smoke question
     """
 
     config: BenchConfig
@@ -66,6 +66,7 @@ class BenchPlan:
     resume: bool = True
     reference_run: Path | None = None
     reference_name: str | None = None
+    stop_at_smoke: bool = True
 
 
 def plan_benchmark(
@@ -77,6 +78,7 @@ def plan_benchmark(
     rates: Sequence[float] = (),
     trace_speeds: Sequence[float] = (1.0,),
     resume: bool = True,
+    stop_at_smoke: bool = True,
     reference_run: PathLike | None = None,
     candidate: str | None = None,
     reference: str | None = None,
@@ -103,12 +105,21 @@ def plan_benchmark(
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
     )
-    _check(config, loaded)
+    _check(config)
     run = None if reference_run is None else Path(reference_run)
-    return BenchPlan(config, tuple(backends), tuple(loaded), Path(output), resume, run, elsewhere)
+    return BenchPlan(
+        config=config,
+        backends=tuple(backends),
+        workloads=tuple(loaded),
+        folder=Path(output),
+        resume=resume,
+        reference_run=run,
+        reference_name=elsewhere,
+        stop_at_smoke=stop_at_smoke,
+    )
 
 
-def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
+def _check(config: BenchConfig) -> None:
     names = [b.name for b in config.backends]
     if not names:
         raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
@@ -128,15 +139,6 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
             raise UsageError(f"{name} must be a number of seconds above 0; got {seconds:g}")
     if not config.loads:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
-    for backend in config.backends:
-        endpoint = endpoints.ENDPOINTS[backend.endpoint]
-        if not endpoint.with_tools and (
-            tools := [w.name for w in workloads if any(w.tools_for(c) for c in w.cases)]
-        ):
-            raise UsageError(
-                f"backend {backend.name!r}: the {backend.endpoint} endpoint cannot offer tools, and {tools[0]} has some",
-                "choose --workloads without tools, or another endpoint",
-            )
     if config.prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
     if config.stop_early and len(config.loads) > 1:
@@ -253,18 +255,14 @@ def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
 def warmups(
     backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig
 ) -> list[Visit]:
-    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted.
-
-    Of an agent's conversation it is the first request.
-    """
-    return [
-        Visit(-1, name, workload, ((case.at_turn(0) if case.steps else case, i),), warmup=True)
-        for workload in workloads
-        for cases in [choose(workload, config.n, config.seed)]
-        for i in range(config.warmup)
-        for case in [cases[i % len(cases)]]
-        for name in backends
-    ]
+    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted."""
+    visits = []
+    for workload in workloads:
+        cases = choose(workload, config.n, config.seed)
+        for i in range(config.warmup):
+            case = cases[i % len(cases)]
+            visits += [Visit(-1, name, workload, ((case, i),), warmup=True) for name in backends]
+    return visits
 
 
 # ---- loads: a number of requests in flight (closed loop), or a rate of arrivals (open loop)
@@ -279,16 +277,13 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
     """Return the start times, in seconds, of an open loop's requests; None in a closed loop.
 
     The prompts seed a rate's arrivals, so that every backend gets the same. A trace's are those of its cases, the first at 0.
-    Requests that wait after the answers before them start at the ends of their waits.
     """
     from annie_quant import stream
 
     if load.trace_speed is not None:
         return stream.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
     if load.rate_per_s is None:
-        return (
-            [case.wait_s or 0.0 for case in cases] if any(case.wait_s for case in cases) else None
-        )
+        return None
     seed = int(sha256_text("\n".join(prompts))[:8], 16)
     return stream.poisson(len(prompts), load.rate_per_s, seed)
 
@@ -296,6 +291,15 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
 # ---- contexts: the first server reports once per run how many words of the text make a token; all servers get the same text
 
 SAMPLE_WORDS = 600
+
+
+def _has_text_of_a_length(workload: Workload) -> bool:
+    context = workload.context
+    return context is not None and bool(
+        context.tokens or any(case.prompt_tokens for case in workload.cases)
+    )
+
+
 LOWEST, HIGHEST = 0.1, 2.0
 
 
@@ -312,10 +316,7 @@ def sized(
 
     prompt_tokens: sends a chat completion's body and returns usage.prompt_tokens; None leaves the workloads' own figure.
     """
-    if not any(
-        w.context is not None and (w.context.tokens or any(c.blocks or c.steps for c in w.cases))
-        for w in workloads
-    ):
+    if not any(map(_has_text_of_a_length, workloads)):
         return list(workloads)
     path = folder / "context.json"
     if not path.exists():

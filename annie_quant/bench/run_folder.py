@@ -41,12 +41,7 @@ RUN_FILES = (
 def workload_settings(workload: Workload) -> WorkloadSettings:
     """Return what a run records of a workload, with a hash of all that is sent and expected."""
     content: list[Any] = [
-        [
-            list(c.turns) if c.turns else list(c.blocks) if c.blocks else workload.request(c),
-            dict(c.expect),
-        ]
-        for case in workload.cases
-        for c in case.steps or (case,)
+        [list(case.turns) or workload.request(case), dict(case.expect)] for case in workload.cases
     ]
     if workload.context is not None:  # runs of versions without contexts stay resumable
         content.append(msgspec.to_builtins(workload.context))

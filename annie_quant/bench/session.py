@@ -22,7 +22,6 @@ from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
-    CONNECT_S,
     PROBE_TIMEOUT_S,
     Acceptance,
     Backend,
@@ -33,7 +32,7 @@ from annie_quant.bench.backend import (
     identity,
 )
 from annie_quant.bench.confounds import is_slow, smoke_finding
-from annie_quant.bench.exports import export
+from annie_quant.bench.exports import write_exports
 from annie_quant.bench.reference_answers import (
     STORED,
     correct_finish_reason,
@@ -95,7 +94,10 @@ class Session:
         progress: Progress,
         on_record: OnRecord,
     ) -> None:
-        self.config, self.workloads, self.folder = plan.config, plan.workloads, plan.folder
+        self.config = plan.config
+        self.workloads = plan.workloads
+        self.folder = plan.folder
+        self.stop_at_smoke = plan.stop_at_smoke
         self.records, self.recorded = records, recorded
         self.backends = {b.name: b for b in plan.backends}
         self.progress, self.on_record = progress, on_record
@@ -278,7 +280,8 @@ class Session:
         if not record.judgement.faults:
             return
         message = smoke_finding(backend.name, record).message
-        if not record.answer.error and not no_words(record.answer):
+        has_words = not record.answer.error and not no_words(record.answer)
+        if has_words or not self.stop_at_smoke:
             self.progress.message(message)
             return
         raise ServerError(
@@ -317,11 +320,8 @@ class Session:
                 if before is not None:
                     history.append(assistant_message(before.answer.text, before.answer.tool_calls))
                 else:
-                    # The same for all backends and turns; a trace's prompts share beginnings with each other.
-                    # Warm-ups do not put them into a server's cache.
-                    trace = visit.block if visit.warmup else ""
-                    of_case = trace if case.blocks or case.steps else f"{visit.block} {case.id}"
-                    unique = f"{self.unique} {repeat} {of_case}"
+                    # The same for all backends and turns.
+                    unique = f"{self.unique} {repeat} {visit.block} {case.id}"
                     body = workload.request(case, turn, history, record.model, unique)
                     turns.append(
                         TurnRequest(
@@ -363,10 +363,7 @@ class Session:
         record = visit.record(case, repeat, turn)
         if visit.warmup:
             record.id += f"#warm{self.session}"
-        record.model, record.load.endpoint = (
-            self._model(visit.backend),
-            self.backends[visit.backend].endpoint,
-        )
+        record.model = self._model(visit.backend)
         record.session, record.cold, record.prompt_sha256 = self.session, cold, self.digests[prompt]
         return record
 
@@ -384,8 +381,6 @@ class Session:
         )
         for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
             turn.start_s = turn.record.load.arrival_s = arrival_s
-            if turn.case.steps:  # the connection is opened during the wait
-                turn.start_s = max(0.0, arrival_s - CONNECT_S)
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)
@@ -479,6 +474,7 @@ def run(
     rates          further levels, in arrivals per second (Poisson, open loop)
     trace_speeds   how many times as fast a trace's requests arrive
     resume         continue the run in the folder; False starts again
+    stop_at_smoke  end the run where a server has no words for the smoke question
     reference_run  folder of an earlier run with a bf16 side, whose answers all sides are compared with
     candidate, reference, incumbent
                    names of backends (reference: also of the side of reference_run); what is not stated follows from their
@@ -525,5 +521,5 @@ def run(
         verdict=judge.verdict(aggregates),
     )
     documents.write(folder / "bench.json", bench)
-    export(folder)
+    write_exports(folder, bench, valid)
     return bench

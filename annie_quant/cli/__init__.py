@@ -83,7 +83,6 @@ COMMANDS = {
     "bench": bench.bench,
     "attribute": bench.attribute,
     "report": report.report,
-    "export": report.export,
     "publish": report.publish,
     "explain": report.explain,
 }

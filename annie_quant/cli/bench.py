@@ -59,15 +59,12 @@ class BenchOptions(opt.Sides):
         watch: An earlier run: exit 1 on a significant loss.
         reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
             there).
-        replay: Chat logs: their conversations, turn by turn, with the logged results of tools; or WEKA's traces of agents,
-            with their waits; repeatable.
-        trace: A trace (Mooncake, WEKA, OpenTelemetry), or a log with times: its requests at their recorded times.
+        replay: Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable.
+        trace: A log with times: its requests at their recorded times; of OpenTelemetry spans without content, their lengths.
         trace_speed: How many times as fast the trace runs: "1,4".
         trace_n: Requests of the trace.
         ladder: Find the level at which a side breaks: tools (5 to 52), tokens (0 to 131,072, as far as the server's context
             goes), poisoned (after malformed calls), steps (chains of 12 calls); --n prompts per level, --runs for pass^k.
-        endpoint_a: API of backend A: chat, completions, responses, messages or ollama.
-        endpoint_b: API of backend B.
         seed: Of the choice and order of the prompts.
         output: Run directory; an interrupted run resumes from it.
     """
@@ -96,8 +93,6 @@ class BenchOptions(opt.Sides):
     trace_speed: Annotated[tuple[float, ...], opt.COMMA_SEPARATED] = (1,)
     trace_n: Annotated[int, opt.at_least(1)] = 200
     ladder: Annotated[tuple[str, ...], opt.COMMA_SEPARATED] = ()
-    endpoint_a: str = "chat"
-    endpoint_b: str = "chat"
     key_env: opt.KeyVariable = None
     seed: int = 0
     output: Path
@@ -186,13 +181,12 @@ def backends_of(options: BenchOptions) -> list[Backend]:
 
     name, url = options.backend_a
     second = options.backend_b
-    endpoint = options.endpoint_b
     if options.aa:
         second = (f"{name}-again", url)
-        endpoint = options.endpoint_a
-    sides = [(name, url, options.endpoint_a), *([(*second, endpoint)] if second else [])]
     headers = key_headers(options.key_env)
-    backends = [Backend(name, url, headers=headers, endpoint=api) for name, url, api in sides]
+    backends = [Backend(name, url, headers=headers)]
+    if second:
+        backends.append(Backend(*second, headers=headers))
     if options.sustain_s:
         backends = [dataclasses.replace(b, meta=local_process(b.url)) for b in backends]
     return backends

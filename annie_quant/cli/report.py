@@ -19,7 +19,6 @@ import annie_quant
 from annie_quant.cli.options import AsJson, Sides, picked
 from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
-from annie_quant.core.files import write_text
 from annie_quant.documents import Roles
 
 
@@ -83,16 +82,6 @@ def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
     return Roles(
         candidate=options.candidate, reference=options.reference, incumbent=options.incumbent
     )
-
-
-def export(run_dir: Path, /) -> None:
-    """Write a benchmark's results.csv and exports/ again (GuideLLM, AIPerf, vLLM, the original plan's script)."""
-    from annie_quant import bench
-
-    table = run_dir / "results.csv"
-    write_text(table, annie_quant.report.compose(run_dir)["results.csv"])
-    for path in (table, *bench.export(run_dir)):
-        echo(str(path))
 
 
 @Parameter(name="*")

@@ -86,7 +86,6 @@ class RequestLoad(msgspec.Struct, kw_only=True):
     arrival_s: float | None = (
         None  # planned start of an open loop's request, or of one that waits, in seconds
     )
-    endpoint: str = "chat"  # the API that was used (bench/endpoints.py)
     depth: int | None = (
         None  # prompt tokens that the workload aims at; `prompt_tokens` has how many there were
     )

@@ -27,13 +27,11 @@ class BackendSettings(msgspec.Struct, kw_only=True):
     """A backend of a benchmark.
 
     source: hash or name of the fine-tuned weights.
-    endpoint: the API.
     """
 
     name: str
     model: str | None = None
     source: JsonScalar = None
-    endpoint: str = "chat"
 
 
 class WorkloadSettings(msgspec.Struct, kw_only=True):
@@ -122,11 +120,7 @@ class SentCase(msgspec.Struct, kw_only=True):
     system: str | None = None
     max_tokens: int | None = None
     arrival_s: float | None = None
-    blocks: list[str] = []
-    block_tokens: int = 512
     prompt_tokens: int = 0
-    wait_s: float | None = None
-    steps: list[SentCase] = []
 
 
 class SentWorkload(msgspec.Struct, kw_only=True):

@@ -24,8 +24,6 @@ from annie_quant.judge.answers import Tool
 # The text answers none of the workloads' questions.
 
 BLOCK_WORDS = 400
-BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have, where it does not state them
-
 
 _WHO = "Mara Jonas Ines Tomas Petra Luka Vera Oskar Nadia Emil Rosa Felix Hanna Milan Klara Anton"
 _DID = "moved counted painted sorted repaired borrowed measured carried cleaned packed opened stacked labelled returned"
@@ -48,19 +46,6 @@ def context_text(words: int, unique: str = "") -> str:
     blocks = [_block(number) for number in range(-(-words // BLOCK_WORDS))]
     blocks[-1] = " ".join(blocks[-1].split(" ")[: words - BLOCK_WORDS * (len(blocks) - 1)])
     return head + "\n\n".join(blocks)
-
-
-def blocks_text(case: Case, words_per_token: float, unique: str = "") -> str:
-    """Return the text of a case's blocks, of about its prompt_tokens, the same text for the same name.
-
-    unique: comes first.
-    """
-    whole = len(case.blocks) - 1
-    size = max(1, round(case.block_tokens * words_per_token))
-    last = max(1, round((case.prompt_tokens - case.block_tokens * whole) * words_per_token))
-    parts = [_block(name, size) for name in case.blocks[:whole]]
-    parts.append(" ".join(_block(case.blocks[whole], size).split(" ")[:last]))
-    return "\n\n".join([f"Note {unique}."] * bool(unique) + parts)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -100,13 +85,9 @@ RESERVED = (
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt (`messages`) or conversation (`turns` or `steps`); documents.CaseFile describes the fields.
+    """One prompt (`messages`) or conversation (`turns`); documents.CaseFile describes the fields.
 
-    blocks: names of the parts of a prompt that a trace only describes, of block_tokens tokens each, the last one shorter.
-        Equal names are equal text, so requests share prefixes as in the trace.
-    prompt_tokens: of all blocks.
-    wait_s: seconds between the answer to the turn before and this request.
-    steps: the requests of a conversation that a trace describes; each has the whole prompt, and the model's answers are not used.
+    prompt_tokens: length of a prompt of which a trace has no text; 0 for all others.
     category: of which a sample has equal shares.
     after_result: whether the answer follows what a tool returned.
     """
@@ -119,22 +100,16 @@ class Case:
     system: str | None = None
     max_tokens: int | None = None
     arrival_s: float | None = None
-    blocks: tuple[str, ...] = ()
-    block_tokens: int = BLOCK_TOKENS
     prompt_tokens: int = 0
-    wait_s: float | None = None
-    steps: tuple[Case, ...] = ()
     category: str = ""
     after_result: bool = False
 
     @property
     def n_turns(self) -> int:
-        return len(self.turns) or len(self.steps) or 1
+        return len(self.turns) or 1
 
     def at_turn(self, turn: int) -> Case:
-        """Return this case with what is expected of one turn (from 0), or the step."""
-        if self.steps:
-            return self.steps[turn]
+        """Return this case with what is expected of one turn (from 0)."""
         expected = self.expect.get("turns")
         expect = self.expect if not expected else expected[turn] if turn < len(expected) else {}
         if self.turns:
@@ -203,10 +178,10 @@ class Workload:
         unique: a text of this conversation alone, which a context with prefix "miss" starts with.
         """
         system = self.system_prompt if case.system is None else case.system
-        case = case.at_turn(turn) if case.steps else case
-        if case.blocks:
+        if case.prompt_tokens:
             words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
-            return [{"role": "user", "content": blocks_text(case, words_per_token, unique)}]
+            words = max(1, round(case.prompt_tokens * words_per_token))
+            return [{"role": "user", "content": context_text(words, f"{case.id} {unique}")}]
         if self.context is not None:
             words = round(self.context.tokens * self.context.words_per_token)
             text = context_text(words, unique if self.context.prefix == "miss" else "")
@@ -262,10 +237,9 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     Equal digests are one prompt, under any id. White space, characters that show nothing, Unicode's compatible forms (NFKC), what
     is expected of the answer and the token limit are not part of it.
     """
-    later = [step.blocks for step in case.steps[1:]] or case.turns[1:]
     content = [
         workload.messages(case),
-        later,
+        case.turns[1:],
         workload.tools_for(case),
         workload.thinking,
         workload.extra,

@@ -420,6 +420,7 @@ class AttributionRun:
                         warmup=0,
                         runs=1,
                         with_memory=False,
+                        stop_at_smoke=False,
                     )
             records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
             answered = [r for r in records if not r.answer.error]

@@ -1,4 +1,4 @@
-"""What is decoded of one answer, whatever API it came through: text, reasoning, tool calls, counts, stamps, and why it failed."""
+"""What is decoded of one answer: text, reasoning, tool calls, counts, stamps, and why it failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.text import printable
-from annie_quant.core.untrusted import JsonObject, decode_json, integer, limited
+from annie_quant.core.untrusted import JsonObject, decode_json, limited
 
 MAX_TOOL_CALLS = 1000
 MAX_NAME = 200  # characters of an id, a name, a reason
@@ -88,9 +88,6 @@ class StreamedAnswer:
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
     warnings: list[str] = field(default_factory=list)
-    item_numbers: dict[str, int] = field(
-        default_factory=dict
-    )  # of the Responses API's output items, by id
     _read: int = -1
     _read_merged: bool = False
 
@@ -143,38 +140,6 @@ class StreamedAnswer:
         if has_content:
             self.first.setdefault("tool", stamp)
         return has_content
-
-    def add_usage(self, usage: JsonObject) -> None:
-        """Add what an event reports of usage: later figures replace earlier ones, null does not."""
-        if usage:
-            self.usage = {**(self.usage or {}), **{k: v for k, v in usage.items() if v is not None}}
-
-
-def usage_as_chat(usage: JsonObject | None) -> JsonObject | None:
-    """Return usage with chat completions' names added where an API names them otherwise.
-
-    These are prompt_tokens, completion_tokens and prompt_tokens_details.cached_tokens. The server's own fields stay.
-
-    Responses and Anthropic's messages have input_tokens and output_tokens; Anthropic's input_tokens is without the tokens that
-    were read from, or written to, its cache. Ollama has prompt_eval_count and eval_count.
-    """
-    if not usage or "completion_tokens" in usage:
-        return usage
-    out = dict(usage)
-    read, written = (
-        integer(usage.get(f"cache_{name}_input_tokens")) for name in ("read", "creation")
-    )
-    details = usage.get("input_tokens_details")
-    cached = integer(details.get("cached_tokens")) if isinstance(details, dict) else read
-    prompt = integer(usage.get("input_tokens", usage.get("prompt_eval_count")))
-    generated = integer(usage.get("output_tokens", usage.get("eval_count")))
-    if prompt is not None:
-        out["prompt_tokens"] = prompt + (read or 0) + (written or 0)
-    if generated is not None:
-        out["completion_tokens"] = generated
-    if cached is not None:
-        out["prompt_tokens_details"] = {"cached_tokens": cached}
-    return out
 
 
 # ---- fields of a server's JSON, which may have any type

@@ -1,4 +1,4 @@
-"""Decoding the events of a server's stream, whatever its API: its text, its tool calls and the times of its tokens.
+"""Decoding the events of a chat completion's stream: its text, its tool calls and the times of its tokens.
 
 Times are milliseconds after the request was handed to its connection:
     first_byte_ms       first byte of the answer, in its status line
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -30,7 +30,6 @@ from annie_quant.stream.answer import (
     object_field,
     object_list,
     text_of,
-    usage_as_chat,
 )
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
@@ -76,7 +75,7 @@ def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
         if frame.kind in (SILENT, BODY):
             continue
         if frame.kind == TAIL:
-            _tail(answer, frame, count + 1)
+            _tail(answer, frame)
             continue
         answer.first.setdefault("event", frame.stamp_ns)
         count += 1
@@ -88,24 +87,14 @@ def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
             _event(answer, frame, count)
     for index, pieces in answer.arguments.items():
         answer.calls[index].arguments = "".join(pieces)
-    answer.usage = usage_as_chat(answer.usage)
     return answer
 
 
-def _tail(answer: StreamedAnswer, frame: Frame, number: int) -> None:
+def _tail(answer: StreamedAnswer, frame: Frame) -> None:
     if frame.data.strip() == b"[DONE]":
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
         answer.warn("[DONE] was received without its blank line")
-    elif (
-        frame.data.startswith(b"{")
-        and frame.data.endswith(b"}")
-        and frame.raw.strip() == frame.data
-    ):
-        answer.first.setdefault(
-            "event", frame.stamp_ns
-        )  # newline-delimited JSON: the last line end may be missing
-        _event(answer, frame, number)
     else:
         answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
 
@@ -130,7 +119,8 @@ def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
         return
     try:
-        read_event(answer, chunk, frame)
+        if read_chunk(answer, chunk, frame.stamp_ns):
+            answer.token(frame, _running_count(chunk))
     except ValueError as error:
         answer.fail("malformed", f"event {number}: {error}")
 
@@ -220,20 +210,7 @@ def reported_tokens(answer: StreamedAnswer) -> int | None:
     return next((n for n in map(integer, counts) if n is not None), None)
 
 
-# ---- the APIs: how each one's events are read into an answer. All give the same record. Another API is one entry of APIS
-
-
-class Api(Protocol):
-    """One API's events."""
-
-    def is_event(self, chunk: JsonObject) -> bool:
-        """Whether an event is one of this API, by its own fields."""
-
-    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        """Add one event to the answer. Returns whether it has tokens. Raises ValueError for a field of another type."""
-
-
-# ---- chat completions
+# ---- chunks of OpenAI's chat completions, as vLLM, SGLang, llama.cpp and Ollama send them
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):
@@ -287,267 +264,53 @@ def read_text_chunk(answer: StreamedAnswer, frame: Frame) -> bool:
     return True
 
 
-class ChatApi:
-    """OpenAI's chat completions and plain completions, as vLLM, SGLang, llama.cpp and others send them.
+def read_chunk(answer: StreamedAnswer, chunk: JsonObject, stamp: int) -> bool:
+    """Add one chunk to the answer. Returns whether it has tokens. Raises ValueError for a field of another type.
 
     Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
     """
-
-    def is_event(self, chunk: JsonObject) -> bool:
-        return True  # asked last: what no other API recognises
-
-    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        answer.usage = limited(object_field(event, "usage")) or answer.usage
-        answer.server_timings = limited(object_field(event, "timings")) or answer.server_timings
-        answer.model = answer.model or name_field(event, "model")
-        has_token = False
-        for choice in object_list(event, "choices"):
-            if choice.get("index"):
-                answer.warn("more than one choice was received: only the first is read")
-                continue
-            answer.finish_reason = name_field(choice, "finish_reason") or answer.finish_reason
-            has_token |= self._delta(answer, choice, stamp)
-        return has_token
-
-    def _delta(self, answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
-        delta = object_field(choice, "delta")
-        has_reasoning = answer.add_reasoning(
-            text_of(delta.get("reasoning") or delta.get("reasoning_content")), stamp
-        )
-        has_text = answer.add_text(text_of(delta.get("content") or choice.get("text")), stamp)
-        tools = object_list(delta, "tool_calls")
-        if not tools and delta.get("function_call"):
-            tools = [{"function": delta["function_call"]}]
-        called = [self._tool(answer, piece, stamp) for piece in tools]
-        return has_reasoning or has_text or any(called)
-
-    def _tool(self, answer: StreamedAnswer, piece: JsonObject, stamp: int) -> bool:
-        """Add one piece of a tool call. Returns whether it had any content."""
-        index, call_id = integer(piece.get("index")), name_field(piece, "id")
-        function = object_field(piece, "function")
-        if index is None:  # some servers omit it: an id begins a new call
-            index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
-        name, earlier = name_field(function, "name"), answer.calls.get(index)
-        if earlier and name and call_id and earlier.name and earlier.id and call_id != earlier.id:
-            index = len(answer.calls)  # some servers give every call the index 0
-        return answer.add_call(index, call_id, name, function.get("arguments"), stamp)
+    answer.usage = limited(object_field(chunk, "usage")) or answer.usage
+    answer.server_timings = limited(object_field(chunk, "timings")) or answer.server_timings
+    answer.model = answer.model or name_field(chunk, "model")
+    has_token = False
+    for choice in object_list(chunk, "choices"):
+        if choice.get("index"):
+            answer.warn("more than one choice was received: only the first is read")
+            continue
+        answer.finish_reason = name_field(choice, "finish_reason") or answer.finish_reason
+        has_token |= _read_delta(answer, choice, stamp)
+    return has_token
 
 
-# ---- responses
-
-_RESPONSES_TEXT = ("response.output_text.delta", "response.refusal.delta")
-_RESPONSES_REASONING = (
-    "response.reasoning_text.delta",
-    "response.reasoning_summary_text.delta",
-    "response.reasoning.delta",
-)
-_RESPONSES_ENDS = ("response.completed", "response.incomplete", "response.failed")
-
-
-class ResponsesApi:
-    """OpenAI's Responses API: each event has a `type` and is about one output item.
-
-    Definition: https://platform.openai.com/docs/api-reference/responses-streaming. The stream ends with response.completed,
-    response.incomplete or response.failed; there is no [DONE].
-    """
-
-    def is_event(self, chunk: JsonObject) -> bool:
-        kind = chunk.get("type")
-        return isinstance(kind, str) and kind.startswith("response.")
-
-    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        kind = event["type"]
-        if kind in _RESPONSES_TEXT:
-            return answer.add_text(text_of(event.get("delta")), stamp)
-        if kind in _RESPONSES_REASONING:
-            return answer.add_reasoning(text_of(event.get("delta")), stamp)
-        if kind == "response.function_call_arguments.delta":
-            return answer.add_call(
-                self._index(answer, event), None, None, event.get("delta"), stamp
-            )
-        if kind == "response.output_item.added":
-            return self._item(answer, event, stamp)
-        if kind == "response.output_item.done" and not answer.arguments.get(
-            self._index(answer, event)
-        ):
-            self._item(answer, event, stamp)  # a finished call, of which no delta had the arguments
-        elif kind in ("response.created", *_RESPONSES_ENDS):
-            self._response(answer, kind, object_field(event, "response"), stamp)
-        return False
-
-    def _index(self, answer: StreamedAnswer, event: JsonObject) -> int:
-        """Return the number of an event's output item. llama.cpp sends no output_index, but the item's id."""
-        index = integer(event.get("output_index"))
-        if index is None:
-            item = (
-                name_field(event, "item_id") or name_field(object_field(event, "item"), "id") or ""
-            )
-            index = answer.item_numbers.setdefault(item, len(answer.item_numbers))
-        return index
-
-    def _item(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        item = object_field(event, "item")
-        if item.get("type") != "function_call":
-            return False
-        call_id, name = (
-            name_field(item, "call_id") or name_field(item, "id"),
-            name_field(item, "name"),
-        )
-        return answer.add_call(
-            self._index(answer, event), call_id, name, item.get("arguments"), stamp
-        )
-
-    def _response(
-        self, answer: StreamedAnswer, kind: str, response: JsonObject, stamp: int
-    ) -> None:
-        answer.model = answer.model or name_field(response, "model")
-        answer.add_usage(limited(object_field(response, "usage")))
-        answer.server_timings = limited(object_field(response, "timings")) or answer.server_timings
-        if kind == "response.failed":
-            message = error_in({"error": response.get("error") or "response.failed"})
-            answer.fail("server_error", f"error in the stream: {message}")
-        if kind in _RESPONSES_ENDS:
-            answer.done_ns = stamp
-            reason = object_field(response, "incomplete_details").get("reason")
-            if reason is not None or kind == "response.incomplete":
-                answer.finish_reason = (
-                    "length" if reason in (None, "max_output_tokens") else str(reason)[:MAX_NAME]
-                )
-            else:
-                answer.finish_reason = "tool_calls" if answer.calls else "stop"
+def _read_delta(answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
+    delta = object_field(choice, "delta")
+    reasoning = text_of(delta.get("reasoning") or delta.get("reasoning_content"))
+    text = text_of(delta.get("content") or choice.get("text"))
+    tools = object_list(delta, "tool_calls")
+    if not tools and delta.get("function_call"):
+        tools = [{"function": delta["function_call"]}]
+    has_token = answer.add_reasoning(reasoning, stamp)
+    has_token |= answer.add_text(text, stamp)
+    for piece in tools:
+        has_token |= _read_tool(answer, piece, stamp)
+    return has_token
 
 
-# ---- messages
-
-_STOP_REASONS = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "tool_use": "tool_calls",
-    "max_tokens": "length",
-}
-
-
-class MessagesApi:
-    """Anthropic's Messages API, which vLLM and llama.cpp serve at /v1/messages.
-
-    Definition: https://docs.anthropic.com/en/api/messages-streaming. The stream ends with message_stop; there is no [DONE].
-    """
-
-    def is_event(self, chunk: JsonObject) -> bool:
-        kind = chunk.get("type")
-        return isinstance(kind, str) and (
-            kind == "ping" or kind.startswith(("message_", "content_block_"))
-        )
-
-    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        kind, index = event["type"], integer(event.get("index")) or 0
-        answer.server_timings = limited(object_field(event, "timings")) or answer.server_timings
-        if kind == "content_block_delta":
-            return self._delta(answer, index, object_field(event, "delta"), stamp)
-        if kind == "content_block_start":
-            return self._block(answer, index, object_field(event, "content_block"), stamp)
-        if kind == "message_start":
-            message = object_field(event, "message")
-            answer.model = answer.model or name_field(message, "model")
-            answer.add_usage(limited(object_field(message, "usage")))
-        elif kind == "message_delta":
-            reason = name_field(object_field(event, "delta"), "stop_reason")
-            answer.finish_reason = _STOP_REASONS.get(reason or "", reason) or answer.finish_reason
-            answer.add_usage(limited(object_field(event, "usage")))
-        elif kind == "message_stop":
-            answer.done_ns = stamp
-        return False
-
-    def _block(self, answer: StreamedAnswer, index: int, block: JsonObject, stamp: int) -> bool:
-        """Begin a block: a tool call has its name here; text and thinking are usually empty."""
-        if block.get("type") == "tool_use":
-            arguments = object_field(block, "input") or None  # {}: its pieces follow
-            return answer.add_call(
-                index, name_field(block, "id"), name_field(block, "name"), arguments, stamp
-            )
-        return self._delta(answer, index, block, stamp)
-
-    def _delta(self, answer: StreamedAnswer, index: int, delta: JsonObject, stamp: int) -> bool:
-        has_text = answer.add_text(text_of(delta.get("text")), stamp)
-        has_reasoning = answer.add_reasoning(text_of(delta.get("thinking")), stamp)
-        pieces = text_of(delta.get("partial_json"))
-        return (
-            has_text
-            or has_reasoning
-            or bool(pieces and answer.add_call(index, None, None, pieces, stamp))
-        )
+def _read_tool(answer: StreamedAnswer, piece: JsonObject, stamp: int) -> bool:
+    """Add one piece of a tool call. Returns whether it has any content."""
+    index = integer(piece.get("index"))
+    call_id = name_field(piece, "id")
+    function = object_field(piece, "function")
+    if index is None:  # some servers omit it: an id begins a new call
+        index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
+    name = name_field(function, "name")
+    earlier = answer.calls.get(index)
+    if earlier and name and call_id and earlier.name and earlier.id and call_id != earlier.id:
+        index = len(answer.calls)  # some servers give every call the index 0
+    return answer.add_call(index, call_id, name, function.get("arguments"), stamp)
 
 
-# ---- Ollama
-
-
-class OllamaApi:
-    """Ollama's native stream (/api/chat, /api/generate): newline-delimited JSON, the last object has "done": true.
-
-    Definition: https://github.com/ollama/ollama/blob/main/docs/api.md. Durations are nanoseconds.
-    """
-
-    def is_event(self, chunk: JsonObject) -> bool:
-        return isinstance(chunk.get("done"), bool) and "choices" not in chunk
-
-    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
-        message = object_field(event, "message")
-        answer.model = answer.model or name_field(event, "model")
-        has_reasoning = answer.add_reasoning(
-            text_of(message.get("thinking") or event.get("thinking")), stamp
-        )
-        has_text = answer.add_text(text_of(message.get("content") or event.get("response")), stamp)
-        called = [self._call(answer, call, stamp) for call in object_list(message, "tool_calls")]
-        if event["done"]:
-            answer.done_ns = stamp
-            reason = name_field(event, "done_reason") or "stop"
-            answer.finish_reason = "tool_calls" if answer.calls and reason == "stop" else reason
-            counts = {
-                name: integer(event.get(name)) for name in ("prompt_eval_count", "eval_count")
-            }
-            answer.add_usage({name: count for name, count in counts.items() if count is not None})
-            answer.server_timings = self._timings(event) or None
-        return has_reasoning or has_text or any(called)
-
-    def _call(self, answer: StreamedAnswer, call: JsonObject, stamp: int) -> bool:
-        """Add a tool call, which is whole: its arguments are an object."""
-        function = object_field(call, "function")
-        name, arguments = name_field(function, "name"), function.get("arguments")
-        return answer.add_call(len(answer.calls), name_field(call, "id"), name, arguments, stamp)
-
-    def _timings(self, event: JsonObject) -> dict[str, float]:
-        """Return Ollama's own account of its time with llama.cpp's names."""
-        out: dict[str, float] = {}
-        for part, name in (("prompt_eval", "prompt"), ("eval", "predicted")):
-            count, duration = (
-                integer(event.get(f"{part}_count")),
-                integer(event.get(f"{part}_duration")),
-            )
-            if count is not None and duration is not None:
-                out |= {f"{name}_n": count, f"{name}_ms": duration / 1e6}
-                if count > 0:
-                    out[f"{name}_per_token_ms"] = duration / 1e6 / count
-        if (load := integer(event.get("load_duration"))) is not None:
-            out["load_ms"] = load / 1e6
-        return out
-
-
-APIS: dict[str, Api] = {
-    "responses": ResponsesApi(),
-    "messages": MessagesApi(),
-    "ollama": OllamaApi(),
-    "chat": ChatApi(),
-}
-_IN_ORDER = tuple(APIS.values())
-
-
-def read_event(answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-    """Add one event to the answer, as the first API reads it that recognises it."""
-    for api in _IN_ORDER:  # a loop: this is called once per event
-        if api.is_event(event):
-            if api.read(answer, event, frame.stamp_ns):
-                # vLLM's continuous_usage_stats and llama.cpp's timings_per_token count in every event.
-                counted = integer(object_field(event, "usage").get("completion_tokens"))
-                timed = integer(object_field(event, "timings").get("predicted_n"))
-                answer.token(frame, timed if counted is None else counted)
-            return
+def _running_count(chunk: JsonObject) -> int | None:
+    """Return all tokens of the answer so far, from vLLM's continuous_usage_stats or llama.cpp's timings_per_token."""
+    count = integer(object_field(chunk, "usage").get("completion_tokens"))
+    return integer(object_field(chunk, "timings").get("predicted_n")) if count is None else count

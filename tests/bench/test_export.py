@@ -65,60 +65,6 @@ def test_vllms_flat_keys(folder, records):
     }
 
 
-def test_aiperfs_summary(folder, records):
-    summary = json.loads((folder / "exports" / "aiperf_q4.json").read_text())
-    own = [r for r in records if r["backend"] == "q4"]
-    firsts = [
-        r["first_content_ms"] if r["first_content_ms"] is not None else r["first_tool_ms"]
-        for r in own
-    ]
-    assert summary["time_to_first_token"]["avg"] == pytest.approx(statistics.fmean(firsts))
-    assert summary["time_to_first_token"]["p90"] == pytest.approx(np.percentile(firsts, 90))
-    assert summary["request_latency"]["max"] == pytest.approx(max(r["e2e_ms"] for r in own))
-    total = sum(r["usage"]["completion_tokens"] for r in own)
-    seconds = sum(r["e2e_ms"] for r in own) / 1e3
-    assert summary["output_token_throughput"] == {
-        "unit": "tokens/sec",
-        "avg": pytest.approx(total / seconds),
-    }
-    # The fields that AIPerf's readers use.
-    assert set(summary["inter_token_latency"]) >= {
-        "unit",
-        "avg",
-        "p50",
-        "p90",
-        "p99",
-        "min",
-        "max",
-        "std",
-    }
-
-
-def test_llama_benchys_report(folder, records):
-    report = json.loads((folder / "exports" / "llama_benchy_q4.json").read_text())
-    own = [r for r in records if r["backend"] == "q4" and r["workload"] == "factual"]
-    assert len(own) == 18
-    # An answer that a busy machine read at once has no rate.
-    rates = [r["decode_tok_s"] for r in own if r.get("decode_tok_s") is not None]
-    facts = next(
-        b for b in report["benchmarks"] if b["tg_throughput"]["values"] == pytest.approx(rates)
-    )
-    assert facts["tg_throughput"]["mean"] == pytest.approx(statistics.fmean(rates))
-    assert facts["pp_throughput"]["values"] == pytest.approx(
-        [1e3 * r["usage"]["prompt_tokens"] / r["first_event_ms"] for r in own]
-    )
-    assert facts["e2e_ttft"]["std"] == pytest.approx(np.std([r["first_content_ms"] for r in own]))
-    # What llama-benchy's models BenchmarkReport and BenchmarkRun require (0.4.0, llama_benchy/results.py).
-    assert {k: type(v) for k, v in report.items()} == {
-        "version": str, "timestamp": str, "latency_mode": str, "latency_ms": float, "model": str,
-        "prefix_caching_enabled": bool, "max_concurrency": int, "benchmarks": list,
-    }  # fmt: skip
-    needed = {"concurrency", "context_size", "prompt_size", "response_size"}
-    for benchmark in report["benchmarks"]:
-        assert all(isinstance(benchmark[key], int) and benchmark[key] >= 0 for key in needed)
-        assert benchmark["is_context_prefill_phase"] is False
-
-
 def test_the_original_plans_results(folder, records):
     document = json.loads((folder / "exports" / "original_plan.json").read_text())
     assert document["quality_gates"]["nvfp4"]["factual"] == "6/6"

@@ -6,11 +6,11 @@ import json
 
 import pytest
 from bench_cases import FACTS, annie, rows_of
-from click.testing import CliRunner
+from command_line import CliRunner
 from fake_server import FakeServer, Script, words
 
 from annie_quant import bench
-from annie_quant.cli import cli
+from annie_quant.cli import app as cli
 from annie_quant.core.errors import ServerError, UsageError
 
 

@@ -8,11 +8,11 @@ import random
 import types
 
 import pytest
-from bench_cases import annie, folder_of
+from bench_cases import annie
 from command_line import CliRunner
 from fake_server import FakeServer
 
-from annie_quant import documents, report
+from annie_quant import documents
 from annie_quant.bench import backend, findings, memory
 from annie_quant.cli import app as cli
 from annie_quant.documents import BenchConfig, MemoryFigures
@@ -104,12 +104,3 @@ def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
 def test_a_run_of_the_earlier_settings_resumes():
     assert BenchConfig().differences(BenchConfig(noise_share=0.1, sustained=True)) == []
     assert json.loads(documents.encode(BenchConfig()))["noise_share"] == 0.0
-
-
-def test_a_runs_exports_are_written_again(tmp_path):
-    run = folder_of(tmp_path / "one", 1.0)
-    table = report.compose(run)["results.csv"]
-    done = CliRunner().invoke(cli, ["export", str(run)])
-    assert done.exit_code == 0 and "guidellm_a.json" in done.output and "results.csv" in done.output
-    assert (run / "exports" / "guidellm_a.json").is_file()
-    assert (run / "results.csv").read_text() == table, "the columns that docs/formats.md describes"

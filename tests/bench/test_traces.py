@@ -8,6 +8,7 @@ import time
 import pytest
 from bench_cases import rows_of
 from fake_server import FakeServer, Script, words
+from otlp import write_lengths
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
@@ -18,12 +19,6 @@ from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Load
 
-# The first rows of Mooncake's toolagent trace (kvcache-ai/Mooncake, FAST25-release), with a third that arrives later.
-MOONCAKE = [
-    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": list(range(14))},
-    {"timestamp": 0, "input_length": 7322, "output_length": 490, "hash_ids": [0, *range(14, 28)]},
-    {"timestamp": 3000, "input_length": 6506, "output_length": 3, "hash_ids": [*range(12), 64]},
-]
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "robot"}'}}
 TOOL = {
     "type": "function",
@@ -144,35 +139,9 @@ def test_messages_that_are_not_in_the_usual_order():
         ] == expected
 
 
-def test_mooncakes_lengths_prefixes_and_arrivals(tmp_path):
-    workload = traces.trace(lines(tmp_path / "trace.jsonl", MOONCAKE), 10)
-    assert [c.arrival_s for c in workload.cases] == [0.0, 0.0, 3.0] and [
-        c.max_tokens for c in workload.cases
-    ] == [
-        500,
-        490,
-        3,
-    ]
-    texts = [workload.messages(c, unique="x")[0]["content"] for c in workload.cases]
-    counts = [len(text.split()) for text in texts]
-    assert [round(n / 0.75 / 10) for n in counts] == [
-        pytest.approx(n / 10, abs=1) for n in (6758, 7322, 6506)
-    ]
-
-    def blocks_alike(a, b):
-        pairs = zip(texts[a].split("\n\n"), texts[b].split("\n\n"), strict=False)
-        return next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-
-    assert blocks_alike(0, 1) == 2, "the head, and one block as in the trace"
-    assert blocks_alike(0, 2) == 13, "the head, and twelve blocks"
-
-
 def test_arrivals_are_those_of_the_trace_scaled(tmp_path):
-    rows = [
-        {"timestamp": 1000 + 400 * i, "input_length": 60, "output_length": 4, "hash_ids": [i]}
-        for i in range(5)
-    ]
-    workload = traces.trace(lines(tmp_path / "trace.jsonl", rows), 10)
+    calls = [(1 + 0.4 * i, 60, 4) for i in range(5)]
+    workload = traces.trace(write_lengths(tmp_path / "trace.jsonl", calls), 10)
     assert arrival_times(Load(0, None, 2.0), [], workload.cases) == pytest.approx(
         [0, 0.2, 0.4, 0.6, 0.8]
     )
@@ -228,29 +197,13 @@ def test_a_log_with_times_is_a_trace(tmp_path):
     assert "sk-proj" not in json.dumps([c.messages for c in workload.cases])
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input_length": -1}, "line 2.*input_length"),
-        ({"timestamp": "soon"}, "line 2.*timestamp"),
-        ({"hash_ids": [None]}, "line 2.*hash_ids"),
-        ({"output_length": 1e9}, "line 2"),
-    ],
-)
-def test_a_broken_row_is_named(tmp_path, row, message):
-    path = lines(tmp_path / "trace.jsonl", [MOONCAKE[0], MOONCAKE[1] | row])
-    with pytest.raises(UsageError, match=message):
-        traces.trace(path, 10)
-
-
 def test_the_command_takes_both(tmp_path):
     from command_line import CliRunner
 
     from annie_quant.cli import app as cli
 
     log(tmp_path / "log.jsonl")
-    rows = [{"timestamp": 100 * i, "input_length": 60, "output_length": 4} for i in range(3)]
-    lines(tmp_path / "trace.jsonl", rows)
+    write_lengths(tmp_path / "trace.jsonl", [(0.1 * i, 60, 4) for i in range(3)])
     with FakeServer(lambda body: words("It is Tokyo.")) as server:
         result = CliRunner().invoke(
             cli,

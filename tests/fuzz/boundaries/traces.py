@@ -1,4 +1,4 @@
-"""Traces and logs as workloads of a benchmark: Mooncake's, WEKA's, OpenTelemetry's and logs with times."""
+"""Traces and logs as workloads of a benchmark: OpenTelemetry's and logs with times."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from typing import Any
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Sandbox, limited_time, one_line_errors
 
-CALL = {
-    "t": 1.5,
-    "type": "s",
-    "model": "m",
-    "in": 300,
-    "out": 7,
-    "hash_ids": [1, 2, 3],
-    "api_time": 0.5,
-    "think_time": 1.0,
-}
-AGENT = {"t": 2.0, "type": "subagent", "agent_id": "a", "requests": [{**CALL, "t": 0.0}, CALL]}
 MESSAGES = [
     {"role": "user", "parts": [{"type": "text", "content": "Weather?"}]},
     {
@@ -58,13 +47,6 @@ def export(**attributes: Any) -> dict[str, Any]:
 
 
 SAMPLES = (
-    {"timestamp": 5, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]},
-    {
-        "id": "s",
-        "block_size": 64,
-        "hash_id_scope": "local",
-        "requests": [CALL, AGENT, {**CALL, "t": 9.0}],
-    },
     export(
         operation__name="chat",
         input__messages=MESSAGES,

@@ -224,6 +224,7 @@ class EvalOptions:
         reference: The bf16 checkpoint.
         numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu,
             llama.cpp-blackwell (docs/numerics.md).
+        quick: One numerics, the first that the checkpoint has, without its ensemble: about a quarter of the time.
         calib_data: Conversations whose assistant tokens are also scored.
         rows: Answers per batch (default: 128; on a GPU as many as fit, up to 512).
         output: JSON file to write.
@@ -234,6 +235,7 @@ class EvalOptions:
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
     numerics: Annotated[tuple[str, ...], opt.COMMA_SEPARATED] = ("w4a4", "w4a16")
+    quick: bool = False
     calib_data: Path | None = None
     rows: Annotated[int | None, opt.at_least(1)] = None
     output: Path | None = None
@@ -267,6 +269,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         checkpoint=checkpoint,
         reference=options.reference,
         numerics=options.numerics,
+        quick=options.quick,
         output=options.output,
         rows=options.rows,
     )

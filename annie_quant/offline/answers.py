@@ -151,6 +151,8 @@ class Reference:
             n_finished += n
             progress.update(n_finished, len(work), "the reference answers")
 
+        if work:
+            on_finished(0)
         for at in range(0, len(work), ANSWERS_PER_WRITE):
             part = work[at : at + ANSWERS_PER_WRITE]
             completions = generate(

@@ -178,6 +178,7 @@ def choose(
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
     choices: dict[int, Choices] = {}
+    pair.progress.update(0, len(rows), text)
     for numbers, logits in batches(scores(rows), pair.engine.compared_tokens):
         part = [indices[j] for j in numbers]
         pairs = None if base is None else [base[i].best for i in part]
@@ -202,15 +203,15 @@ def answers_of(
 ) -> list[Outcome]:
     """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
     n_different = sum(d is not None for d in differences.values())
+    text = f"{name}: answering from the first difference ({n_different})"
     n_finished = 0
 
     def on_finished(n: int) -> None:
         nonlocal n_finished
         n_finished += n
-        pair.progress.update(
-            n_finished, None, f"{name}: answering from the first difference ({n_different})"
-        )
+        pair.progress.update(n_finished, None, text)
 
+    on_finished(0)
     return answer_from_differences(engine, pair.template, answered, differences, on_finished)
 
 

@@ -33,7 +33,7 @@ from annie_quant.judge.sampling import (
     reference_notes,
     shortages,
 )
-from annie_quant.offline import decoding, ensemble
+from annie_quant.offline import decoding, ensemble, estimate
 from annie_quant.offline.answers import Outcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
 from annie_quant.offline.emulation import emulate
@@ -167,10 +167,23 @@ def run(job: EvaluationJob, progress: Progress = SILENT) -> documents.Evaluation
     if job.output is not None:
         files.check_writable(job.output)  # before an hour of evaluation, not after it
     with open_pair(job, progress) as pair:
+        announce(pair)
         result = evaluate_pair(pair, chosen_prompts(pair))
     if job.output is not None:
         files.write_json(job.output, result.to_dict())
     return result
+
+
+def announce(pair: ModelPair) -> None:
+    """Report how long the evaluation takes."""
+    if pair.progress is SILENT:
+        return
+    job = pair.job
+    numerics, _ = choose(job.numerics, profiles_of(pair.model))
+    n_numerics = 1 if job.quick else len(numerics)
+    prompts = job.prompts(job.n_per_gate)
+    if prompts:
+        pair.progress.message(estimate.describe(pair, prompts, n_numerics))
 
 
 def chosen_prompts(pair: ModelPair) -> list[Workload]:
@@ -198,6 +211,7 @@ def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
     job = pair.job
     workloads, n_repeated = judge.distinct_prompts(workloads)
     numerics, skipped = choose(job.numerics, profiles_of(pair.model))
+    numerics = numerics[:1] if job.quick else numerics
     conversations = conversation_answers(pair.template, job.conversations)
     compares = compares_with_reference(workloads)
     workloads = [
@@ -208,6 +222,8 @@ def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
     blocking = list(job.faults)
     blocking += [b for b in own_files.blocking if not any(b in fault for fault in job.faults)]
     notes = [*own_files.blocking, *own_files.notes, *model_notes(numerics, skipped, pair.model)]
+    if job.quick:
+        notes.append(f"quick: {numerics[0]} alone; a verdict can depend on one arithmetic")
     if n_repeated:
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
     notes += shortages(workloads, job.n_per_gate or 0)
@@ -251,7 +267,7 @@ def measure(pair: ModelPair, prepared: Prepared, name: str) -> Measured:
         drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, own_answers)
     members: list[ensemble.MemberOutcomes] = []
     figures = None
-    if pair.job.ensemble:
+    if pair.job.has_ensemble:
         members, figures = ensemble.run(pair, name, answered, base, outcomes)
     return Measured(
         name=name,

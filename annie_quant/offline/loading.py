@@ -141,16 +141,21 @@ def check_names(folder: Path, info: dict[str, Any]) -> None:
             )
 
 
-def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
-    """Raise EnvironmentFault where the free memory is too small: Linux would end the process without a message."""
+def memory_bytes(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> float:
+    """Return the bytes of a model's weights in memory."""
     size = 0.0
     for info in shards.tensors.values():
+        size += info.size_bytes
         if info.dtype == "U8":
-            size += info.size_bytes + 2 * info.elements * CACHE_BYTES.get(cache, 0)
-        else:
-            size += info.size_bytes * (
-                2 if str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16") else 1
-            )
+            size += 2 * info.elements * CACHE_BYTES.get(cache, 0)
+        elif str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16"):
+            size += info.size_bytes
+    return size
+
+
+def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
+    """Raise EnvironmentFault where the free memory is too small: Linux would end the process without a message."""
+    size = memory_bytes(shards, cache, dtype)
     free = psutil.virtual_memory().available
     if size > free:
         raise EnvironmentFault(

@@ -44,6 +44,7 @@ class EvaluationJob:
     numerics: names of profiles (profiles.py); those that the checkpoint lacks are skipped.
     ensemble: whether the further members of each numerics are computed (ensemble.py), for a verdict that does not hang on one
         arithmetic.
+    quick: compute one numerics, the first that the checkpoint has, and no further members.
     conversations: rows whose assistant tokens are scored in addition to the reference's answers.
     faults: of the export, which forbid the verdict "keeps".
     output: JSON file for the evaluation.
@@ -60,6 +61,7 @@ class EvaluationJob:
     extends: bool = False
     numerics: Sequence[str] = ("w4a4", "w4a16")
     ensemble: bool = True
+    quick: bool = False
     conversations: Sequence[JsonObject] = ()
     faults: Sequence[str] = ()
     output: Path | None = None
@@ -67,6 +69,10 @@ class EvaluationJob:
     dtype: str | None = None
     device: str | None = None
     rows: int | None = None
+
+    @property
+    def has_ensemble(self) -> bool:
+        return self.ensemble and not self.quick
 
     def audited(self) -> EvaluationJob:
         """Return the job with the faults of the checkpoint's export."""
@@ -147,6 +153,8 @@ class ModelPair:
         rows = [Row(s.prompt, s.target) for s in scored]
         fields: dict[int, np.ndarray] = {}
         choices: dict[int, Choices] = {}
+        if text is not None:
+            self.progress.update(0, len(rows), text)
         both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
         pairs = ((i, logits, expected) for (i, logits), (_, expected) in both)
         for indices, logits, expected in batches(pairs, self.engine.compared_tokens):

@@ -131,6 +131,7 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(
     limits = [1 + 3 * (i % 6) for i in range(len(requests))]
     engine = Engine(model, rows=rows)
     assert not engine.fixed_buffers, "a CPU's steps stay as they are"
+    assert Engine(model).rows == 128
     usual = generate(engine, requests, limits, [END])
     engine.fixed_buffers = True
     written = []

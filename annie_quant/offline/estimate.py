@@ -1,0 +1,93 @@
+"""What an evaluation takes, before it starts: seconds from the speed of a few forward passes, and memory from the files.
+
+The shares are those that tests/perf/eval_steps.py prints. They depend on how many answers a checkpoint changes, so the estimate
+is right within a factor of two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+import torch
+
+from annie_quant.checkpoint import ModelFolder
+from annie_quant.judge import Workload
+from annie_quant.offline.decoding import generate
+from annie_quant.offline.engine import Engine, group_by_prefix
+from annie_quant.offline.loading import memory_bytes
+from annie_quant.offline.pair import ModelPair
+
+TIMED_PROMPTS = 8
+TIMED_STEPS = 4
+ANSWER_SHARE = 0.3  # of an answer's token limit
+REFERENCE_PASSES = 2.6  # over all prompts: answers, margins, and the second arithmetic
+REFERENCE_ANSWERS = 1.3  # of all answers, decoded
+PASSES = 1.2  # per numerics: checked, and decoded from the first difference
+ANSWERS = 0.2
+MEMBER_PASSES = 2.0  # of all further members of one numerics
+MEMBER_ANSWERS = 0.7
+
+
+def describe(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> str:
+    """Return the estimate as one line: prompts, seconds, the time at which they have passed, and memory."""
+    seconds = estimated_seconds(pair, workloads, n_numerics)
+    end = datetime.now().astimezone() + timedelta(seconds=seconds)
+    cache = "float32" if pair.dtype == "float32" else "bf16"
+    folders = {pair.job.checkpoint, pair.job.reference}
+    size = sum(memory_bytes(ModelFolder(f), cache, f"torch.{pair.dtype}") for f in folders)
+    n_prompts = sum(case.n_turns for w in workloads for case in w.cases)
+    duration = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
+    return (
+        f"{n_prompts} prompts, {n_numerics} numerics: about {duration}, until {end:%H:%M}; "
+        f"{size / 1e9:.1f} GB for the models"
+    )
+
+
+def estimated_seconds(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> float:
+    """Return the seconds of an evaluation without cached answers."""
+    requests = [pair.template.request(w, case) for w in workloads for case in w.cases]
+    prompts = [list(request.prompt) for request in requests]
+    token_seconds, step_seconds = speeds(pair.engine, prompts, pair.template.end_tokens)
+    n_turns = sum(request.case.n_turns for request in requests)
+    n_tokens = computed_tokens(prompts, pair.engine.group_cost) * n_turns / len(requests)
+    limits = [request.max_tokens * request.case.n_turns for request in requests]
+    n_steps = ANSWER_SHARE * sum(limits) / min(pair.engine.rows, n_turns)
+    passes = PASSES
+    answers = ANSWERS
+    if pair.job.has_ensemble:
+        passes += MEMBER_PASSES
+        answers += MEMBER_ANSWERS
+    passes = REFERENCE_PASSES + n_numerics * passes
+    answers = REFERENCE_ANSWERS + n_numerics * answers
+    return passes * n_tokens * token_seconds + answers * n_steps * step_seconds
+
+
+def computed_tokens(prompts: Sequence[Sequence[int]], group_cost: int) -> int:
+    """Return how many tokens one pass over the prompts computes: a shared prefix once."""
+    groups = group_by_prefix(prompts, [len(prompt) - 1 for prompt in prompts], group_cost)
+    total = 0
+    for group in groups:
+        total += group.shared + sum(len(prompts[i]) - group.shared for i in group.rows)
+    return total
+
+
+def speeds(
+    engine: Engine, prompts: Sequence[Sequence[int]], end_tokens: Sequence[int]
+) -> tuple[float, float]:
+    """Return the seconds per token of prompts, and per decode step of a full batch."""
+    chosen = prompts[:: max(1, len(prompts) // TIMED_PROMPTS)][:TIMED_PROMPTS]
+    n_tokens = computed_tokens(chosen, engine.group_cost)
+    seconds = []
+    for limit in (1, 1, 1 + TIMED_STEPS):  # the first one prepares the libraries
+        start = time.monotonic()
+        generate(engine, chosen, [limit] * len(chosen), end_tokens)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        seconds.append(time.monotonic() - start)
+    _, prompt_seconds, all_seconds = seconds
+    step_seconds = max(0.0, all_seconds - prompt_seconds) / TIMED_STEPS
+    if engine.device.type == "cpu":  # where the seconds of a step grow with its rows
+        step_seconds *= engine.rows / len(chosen)
+    return prompt_seconds / n_tokens, step_seconds

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +37,15 @@ PROMPT_FILES = GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+# Read where tokenizer.json, or the newer form of the template, is missing; some loaders prefer them.
+VOCABULARY_FILES = (
+    "chat_template.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer.model",
+)
 CLASS_FILES = (
     TOKENIZER_SETTINGS,
     "processor_config.json",
@@ -48,12 +57,7 @@ COMPANIONS = tuple(
         (
             *PROMPT_FILES,
             *CLASS_FILES,
-            "chat_template.json",
-            "special_tokens_map.json",
-            "vocab.json",
-            "merges.txt",
-            "added_tokens.json",
-            "tokenizer.model",
+            *VOCABULARY_FILES,
             "LICENSE",
         )
     )
@@ -365,22 +369,26 @@ def inside(folder: Path, path: Path) -> Path:
 
 # ---- the hash of a model: of every byte that determines its answers
 
-HASHED_FILES = ("config.json", *PROMPT_FILES)
+# Versions up to 0.2 hashed these and the weights only.
+FIRST_HASHED_FILES = ("config.json", *PROMPT_FILES)
+HASHED_FILES = (*FIRST_HASHED_FILES, *VOCABULARY_FILES, "hf_quant_config.json")
 DIRECT_BYTES = (
     256 << 20
 )  # the content of larger files is hashed in parallel, and enters the model's hash by its own
 
 
-def model_sha256(folder: str | os.PathLike) -> str:
-    """Return the SHA-256 of everything that determines a model's answers: config, template, tokenizer and weights.
+def model_sha256(folder: str | os.PathLike, names: Sequence[str] = HASHED_FILES) -> str:
+    """Return the SHA-256 of everything that determines a model's answers.
 
-    Every byte is read, once per version of a large file and process: about 2 s per GB and core.
+    These are config, templates, tokenizer, vocabulary and weights. Every byte is read, once per
+    version of a large file and process: about 2 s per GB and core.
+
+    names: the files that are hashed in addition to the weights.
     """
     digest = hashlib.sha256()
     folder = Path(folder)
-    paths = [folder / n for n in HASHED_FILES if (folder / n).is_file()] + sorted(
-        folder.glob("*.safetensors")
-    )
+    small = [folder / name for name in names if (folder / name).is_file()]
+    paths = small + sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:
         large = {
             p: pool.submit(_file_sha256, p, *_version(p))
@@ -391,6 +399,15 @@ def model_sha256(folder: str | os.PathLike) -> str:
             digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
             digest.update(large[path].result() if path in large else path.read_bytes())
     return digest.hexdigest()
+
+
+def is_model(folder: str | os.PathLike, sha256: str) -> bool:
+    """Return whether a stored hash is that of a model folder.
+
+    A hash that an older version stored does not cover the vocabulary's own files, older templates
+    and hf_quant_config.json: it shows only that the other files are the same.
+    """
+    return sha256 in (model_sha256(folder), model_sha256(folder, FIRST_HASHED_FILES))
 
 
 def _version(path: Path) -> tuple[int, ...]:

@@ -230,7 +230,8 @@ class EvaluatedWorkload(msgspec.Struct, omit_defaults=True):
 class ModelFiles(msgspec.Struct, omit_defaults=True):
     """SHA-256 of the files that determine a model's answers; "" for a missing file.
 
-    sha256: evaluate.reference.model_sha256 of the folder.
+    sha256: of the whole folder (checkpoint.shards.model_sha256). Versions up to 0.2 left out the
+        vocabulary files next to tokenizer.json, chat_template.json and hf_quant_config.json.
     """
 
     sha256: str

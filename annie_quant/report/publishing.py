@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from annie_quant.checkpoint.shards import model_sha256
+from annie_quant.checkpoint.shards import is_model, model_sha256
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Progress, as_progress
@@ -240,9 +240,9 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
         return [
             "the run does not record the SHA-256 of the checkpoint that was measured: evaluate it again"
         ]
-    actual = model_sha256(folder)
     for where, sha256 in known.items():
-        if sha256 != actual:
+        if not is_model(folder, sha256):
+            actual = model_sha256(folder)
             raise UsageError(
                 f"{folder} is not the checkpoint that was measured: its SHA-256 is {actual[:16]}, in {where} {sha256[:16]}",
                 f"annie-quant eval {folder} --reference BF16, or name the measured one: --checkpoint DIR",
@@ -256,7 +256,7 @@ def source_of(run: LoadedRun, model: str) -> Path | None:
     folder = Path(evaluation.reference) if evaluation else None
     if evaluation is None or folder is None or not (folder / "config.json").is_file():
         return None
-    return folder if model_sha256(folder) == evaluation.reference_sha256 else None
+    return folder if is_model(folder, evaluation.reference_sha256) else None
 
 
 def _only_model(run: LoadedRun) -> str:

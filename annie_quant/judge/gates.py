@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import GateResult, Outcome
+from annie_quant.documents import GateResult, Outcome, incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks import calls, reference, statements, text
 from annie_quant.judge.statistics import MAX_N_TO_DECIDE, Z, wilson
@@ -308,6 +308,10 @@ NAMED_REFERENCE_GATES = tuple(
 )  # what a workload's file has
 
 
+# Gates of the text that is there, and of the cut itself.
+OF_ANY_TEXT = ("no_markdown", "repetition", "stop", "same_stop", "thinking_leak", "same_thinking")
+
+
 def check_names(names: Iterable[str], where: str) -> None:
     """Raise UsageError for a name that is not a gate."""
     for name in names:
@@ -324,8 +328,14 @@ def faults(
 
     reference: the bf16 model's own answer; without it the gates that compare with it do not apply.
     """
-    names = dict.fromkeys((*workload.gates, *IMPLIED))
-    return {name: GATES[name].check(answer, case, workload, reference) for name in names}
+    reasons: dict[str, str | None] = {}
+    for name in dict.fromkeys((*workload.gates, *IMPLIED)):
+        reason = GATES[name].check(answer, case, workload, reference)
+        if reason and answer.finish_reason == "length" and name not in OF_ANY_TEXT:
+            # What is missing in an answer that was cut is the limit's fault, not the model's.
+            reason = f"{incomplete('', answer.finish_reason)}: {reason}"
+        reasons[name] = reason
+    return reasons
 
 
 def decides(name: str) -> bool:

@@ -33,10 +33,13 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         for name, r in reference.items()
         if r.verdict == "fail"
     ]
-    called = {str(call.get("name")) for _, _, answer, _ in answers for call in answer.tool_calls}
-    with_tools = [
-        (names, answer) for _, case, answer, _ in answers if (names := expected_tools(case))
-    ]
+    called = {str(call.get("name")) for row in answers for call in row.answer.tool_calls}
+    with_tools: list[tuple[list[str], Answer]] = []
+    for row in answers:
+        names = expected_tools(row.case)
+        # A call that the limit cut says nothing about the model.
+        if names and row.answer.finish_reason != "length":
+            with_tools.append((names, row.answer))
     expected = Counter(name for names, _ in with_tools for name in names)
     n_expected = len(with_tools)
     if n_expected >= MIN_PROMPTS and not any(answer.tool_calls for _, answer in with_tools):

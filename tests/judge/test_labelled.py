@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from judge_cases import TOOLS
 from labelled_answers import ANSWERS
@@ -165,3 +167,23 @@ def test_parse_raw_types_by_schema_and_keeps_strings():
         judge.parse_raw(raw, False).tool_calls[0]["arguments"] == '{"query": "2024", "limit": "3"}'
     )
     assert judge.parse_raw("x" + raw + "<|im_end|>", False).finish_reason == "tool_calls"
+
+
+def test_a_call_that_max_tokens_cut_is_the_limits():
+    """The reason names the cut wherever something is missing; what the text shows is judged as it is."""
+    cut = judge.Answer("<tool_call>\n<function=search_memory>\n<para", finish_reason="length")
+    half = judge.Answer(tool_calls=calls([("search_memory", '{"que')]), finish_reason="length")
+    expect = {"tool": "search_memory", "arguments": {"query": "cat"}, "contains": ["Tokyo"]}
+    single = workload(expect, tools=TOOLS)
+    gates = ("tool_call", "tool_arguments", "factual", "no_markdown", "repetition")
+    single = replace(single, gates=gates)
+    for answer in (cut, half):
+        faults = judge.faults(answer, single.cases[0], single)
+        for gate in ("tool_call", "tool_arguments", "factual"):
+            assert faults[gate].startswith("it was cut at max_tokens: "), gate
+    looping = judge.Answer("- one\n- two\n" + "again and again " * 9, finish_reason="length")
+    faults = judge.faults(looping, single.cases[0], single)
+    assert "markdown" in faults["no_markdown"] and faults["repetition"]
+    assert "cut" not in faults["no_markdown"] + faults["repetition"]
+    whole = replace(cut, finish_reason="stop")
+    assert judge.faults(whole, single.cases[0], single)["tool_call"].endswith("unparsed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -9,6 +10,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from annie_quant.documents import incomplete
+from annie_quant.judge.checks.statements import fold
 
 if TYPE_CHECKING:
     from annie_quant.judge.answers import Answer
@@ -20,53 +22,60 @@ if TYPE_CHECKING:
 
 # ---- repetition, and text that is not language
 
-_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
-_RUN = re.compile(r"([^\s.\-=_~…])\1{9,}")
-_SCRIPTS = (
-    "LATIN",
-    "CYRILLIC",
-    "GREEK",
-    "ARABIC",
-    "HEBREW",
-    "DEVANAGARI",
-    "THAI",
-    "HANGUL",
-    "CJK",
-    "HIRAGANA",
-    "KATAKANA",
-)
-_ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
+# A number may have many equal digits.
+_RUN = re.compile(r"([^\s.\-=_~…\d])\1{9,}|(\d)\2{39,}")
+# "No, no, no" is normal speech: how many times a cycle must come, by its words.
+_MIN_CYCLES = {1: 6} | dict.fromkeys(range(2, 5), 4) | dict.fromkeys(range(5, 13), 3)
+MIN_PHRASES = 60  # of four words, in a text whose repeated phrases are counted
+MIN_WORDS_TO_JUDGE = 6  # with four letters or more
+MAX_ACRONYM = 5  # letters
+MIN_SIGNS = 20  # visible characters of a text whose signs are counted
+_SYLLABIC = re.compile("(?<=[a-z])[lr](?=[a-z])")  # "prst", "vlk"
+_DIGRAPHS = re.compile("sch|[cstp]h|ck|tz|[sczrd]z")
+_VOWELS = "aeiouyøæœıə"
+_ODD_WORD = re.compile(rf"^[^{_VOWELS}]+$|[^{_VOWELS}]{{6}}")
+_PROSE_WORD = re.compile(r"(?<![\w.$])[^\W\d_]{4,}(?![\w(=]|\.\w)")
+_ODD_CASE = re.compile("[a-z][A-Z]{2}")
 
 
-@lru_cache(
-    maxsize=2048
-)  # several models give most answers alike, and each is counted several times
+@lru_cache(maxsize=2048)  # several models give most answers alike, and each is counted often
 def repeats(text: str) -> str:
     """Return what is repeated, as a phrase; "" where nothing is."""
-    if run := _RUN.search(text):
-        return f"{run.group(1)!r} over and over"
-    words = [w.casefold() for w in _WORD.findall(text)]
-    for period in range(1, 13):
-        # "No, no, no" is normal speech: a word must come six times in a row, a phrase four times, a sentence three.
-        least = 6 if period == 1 else 4 if period <= 4 else 3
-        if (at := _cycle(words, period, least)) is not None:
+    run = _RUN.search(text)
+    if run:
+        return f"{run.group()[0]!r} over and over"
+    words = _words(text)
+    for period, times in _MIN_CYCLES.items():
+        at = _cycle(words, period, times)
+        if at is not None:
             return f"{' '.join(words[at : at + period])!r} over and over"
     sentences = Counter(
         s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4
     )
-    sentence, times = sentences.most_common(1)[0] if sentences else ("", 0)
-    if times >= 3:
-        return f"{sentence!r} {times} times"
-    fours = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
-    if len(fours) >= 60 and len(set(fours)) < 0.5 * len(fours):
+    for sentence, times in sentences.most_common(1):
+        if times >= 3:
+            return f"{sentence!r} {times} times"
+    phrases = list(zip(*(words[i:] for i in range(4)), strict=False))
+    if len(phrases) >= MIN_PHRASES and len(set(phrases)) < 0.5 * len(phrases):
         return "more than half of its phrases are repeats"
     return ""
 
 
+def _words(text: str) -> list[str]:
+    """Return the words of a text in any script, in lower case; vowel signs are parts of words."""
+    spaced = "".join(c if _in_word(c) or c in "'’-" else " " for c in text)
+    return [word for part in spaced.casefold().split() if (word := part.strip("'’-"))]
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or unicodedata.category(character).startswith("M")
+
+
 def _cycle(words: list[str], period: int, times: int) -> int | None:
     """Return where a cycle of `period` words starts that comes `times` times in a row."""
-    same, needed = 0, period * (times - 1)
+    same = 0
+    needed = period * (times - 1)
     for index in range(period, len(words)):
         same = same + 1 if words[index] == words[index - period] else 0
         if same >= needed:
@@ -77,35 +86,70 @@ def _cycle(words: list[str], period: int, times: int) -> int | None:
 @lru_cache(maxsize=2048)
 def garbled(text: str) -> str:
     """Return why the text is not language, as a phrase; "" where it may be."""
-    if special := _SPECIAL.search(text):
-        return f"a special token in the text: {special.group(0)}"
+    special = _SPECIAL.search(text)
+    if special:
+        return f"a special token in the text: {special.group()}"
     if "\ufffd" in text:
         return "broken characters in the text"
-    scripts = _scripts(text)
-    if len(scripts) >= 3:
-        return f"letters of {len(scripts)} scripts: {', '.join(sorted(scripts))}"
-    visible = [c for c in text if not c.isspace()]
-    if len(visible) >= 20 and sum(c.isalnum() for c in visible) < 0.5 * len(visible):
-        return "more signs than letters"
-    return _nonsense(text)
+    return _mixed_scripts(text) or _signs(text) or _nonsense(text)
 
 
-def _scripts(text: str) -> set[str]:
-    names = [unicodedata.name(char, "") for char in set(text) if char.isalpha()]
-    scripts = {s for s in _SCRIPTS for name in names if name.startswith(s)}
-    # Japanese uses three scripts.
-    return scripts - {"HIRAGANA", "KATAKANA"} | (
-        {"CJK"} if scripts & {"HIRAGANA", "KATAKANA"} else set()
+def _mixed_scripts(text: str) -> str:
+    """Where three scripts follow each other without the commonest one between them, the text is noise.
+
+    A sentence with words of several languages has its own words between them.
+    """
+    scripts = [_script(character) for character in text if character.isalpha()]
+    counts = Counter(scripts)
+    if len(counts) < 3:
+        return ""
+    [(commonest, _)] = counts.most_common(1)
+    changes = sum(
+        before != after and commonest not in (before, after)
+        for before, after in itertools.pairwise(scripts)
     )
+    if changes < 2:
+        return ""
+    return f"letters of {len(counts)} scripts: {', '.join(sorted(counts))}"
+
+
+@lru_cache(maxsize=4096)
+def _script(letter: str) -> str:
+    """Return the script of a letter, one for all that Japanese uses."""
+    script = unicodedata.name(letter, "?").split()[0]
+    return "CJK" if script in ("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA") else script
+
+
+def _signs(text: str) -> str:
+    """More signs than letters are noise where they stand alone; code and JSON have names among them."""
+    words = text.split()
+    visible = "".join(words)
+    n_letters = sum(map(_in_word, visible))
+    alone = sum(not any(map(_in_word, word)) for word in words)
+    if len(visible) < MIN_SIGNS or 2 * n_letters >= len(visible) or 2 * alone <= len(words):
+        return ""
+    return "more signs than letters"
 
 
 def _nonsense(text: str) -> str:
-    """English words have vowels and rarely change case inside; where a third of the words differ, the text is noise."""
-    words = re.findall(r"[A-Za-z]{4,}", text)
-    odd = [w for w in words if _ODD_WORD.search(w)]
-    return (
-        f"not words: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""
-    )
+    """Words in Latin letters have vowels and rarely change case inside; where a third differ, the text is noise.
+
+    Short words in capitals are acronyms. Names in code are not counted.
+    """
+    words = [
+        word
+        for word in _PROSE_WORD.findall(text)
+        if not (word.isupper() and len(word) <= MAX_ACRONYM) and _script(word[0]) == "LATIN"
+    ]
+    odd = [word for word in words if _ODD_CASE.search(word) or _ODD_WORD.search(_skeleton(word))]
+    if len(words) < MIN_WORDS_TO_JUDGE or 3 * len(odd) <= len(words):
+        return ""
+    return f"not words: {', '.join(odd[:3])}"
+
+
+def _skeleton(word: str) -> str:
+    """Return a word in lower case, without accents, syllabic consonants as vowels, digraphs as one letter."""
+    return _DIGRAPHS.sub("c", _SYLLABIC.sub("e", fold(word)))
 
 
 # ---- the answer as a whole

@@ -24,6 +24,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
 PLAIN = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)
@@ -105,11 +106,11 @@ def convert(
 # ---- model folders
 
 
-def stored_format(linear: Linear, folder: ModelFolder) -> str:
-    """Return a linear's format as dialects' settings name it: nvfp4, w4a16, fp8 or fp8_channel."""
+def stored_format(linear: Linear, folder: ModelFolder) -> Format:
+    """Return a linear's format."""
     if linear.format == "nvfp4":
-        return "nvfp4" if linear.input_global else "w4a16"
-    return "fp8_channel" if linear.per_channel(folder) else "fp8"
+        return NVFP4 if linear.input_global else W4A16
+    return FP8_CHANNEL if linear.per_channel(folder) else FP8
 
 
 def write_folder(

@@ -20,8 +20,6 @@ from annie_quant.documents import salvage_value
 
 Size = Annotated[int, Meta(ge=1)]
 Settings = TypeVar("Settings", bound=msgspec.Struct)
-FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
-FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
 # Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes its own.
 QUANTIZER = (
     ".weight_scale",

@@ -15,22 +15,20 @@ import msgspec
 from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import DEADLY
-from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
-from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, FP8_DYNAMIC, HEAD
+from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, HEAD
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.host import version_key
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding, ServerSupport
 from annie_quant.documents.checkpoint import Loads
+from annie_quant.models.formats import FP8_CHANNEL, KNOWN_ALGORITHMS, MIXED, NVFP4, NVFP4_AWQ, W4A16
 
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-MIXED = "MIXED_PRECISION"
-W4A16 = "W4A16_NVFP4"
 CONVERTED = {"llama.cpp"}  # servers that load a file that is made from the folder
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 
@@ -44,7 +42,7 @@ def verdicts(model: QuantizedFolder, findings: Sequence[Finding]) -> list[Server
 
 
 def is_awq(model: QuantizedFolder) -> bool:
-    return model.config.algo == "NVFP4_AWQ" or any(x.pre_quant for x in model.linears.values())
+    return model.config.algo == NVFP4_AWQ or any(x.pre_quant for x in model.linears.values())
 
 
 def vllm(model: QuantizedFolder) -> Rule:
@@ -119,7 +117,7 @@ def old_runtimes(model: QuantizedFolder) -> Rule:
     """vLLM 0.16, SGLang 0.5.4 and others that know Qwen3.5 in its multimodal form only."""
     if is_awq(model):
         return "no", "NVFP4_AWQ is not loaded"
-    if model.config.algo == "MIXED_PRECISION":
+    if model.config.algo == MIXED:
         return "no", "mixed precision is not loaded"
     if runtime_names.named_form(model.folder) is None:
         return "unknown", "these versions are judged for dense Qwen3.5 only"
@@ -135,7 +133,7 @@ def transformers(model: QuantizedFolder) -> Rule:
         return "yes", "from 5.2"
     if model.config.method == "compressed-tensors":
         return "yes", "from 5.2 with the compressed-tensors package"
-    if model.config.algo and model.config.algo not in ALGORITHMS:
+    if model.config.algo and model.config.algo not in KNOWN_ALGORITHMS:
         return "no", f"quant_algo {printable(model.config.algo, 40)!r} is not known here"
     return "after", "after `import annie_quant.runtime` (it has no ModelOpt loader, #46772)"
 
@@ -228,9 +226,14 @@ def needed(model: QuantizedFolder) -> list[str]:
     config = model.config
     algorithms = {config.algo_of(name) for name in model.linears}
     if config.method == compressed_tensors.NAME:
-        kinds = [f"compressed-tensors {a}" for a in sorted(algorithms) if a in ("NVFP4", W4A16)]
+        kinds = [
+            f"compressed-tensors {a}"
+            for a in sorted(algorithms)
+            if a in (NVFP4.modelopt, W4A16.modelopt)
+        ]
     elif config.algo == MIXED:
-        kinds = [MIXED, *(f"{a} in {MIXED}" for a in (W4A16, FP8_DYNAMIC) if a in algorithms)]
+        named = [a for a in (W4A16.modelopt, FP8_CHANNEL.modelopt) if a in algorithms]
+        kinds = [MIXED, *(f"{a} in {MIXED}" for a in named)]
     else:
         kinds = [config.algo]
     head = (

@@ -48,6 +48,7 @@ from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Audit, Finding
+from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
@@ -254,7 +255,7 @@ class _RepairPlanner:
         tensors += [copied(source, n) for n in lost] if source else []
         excluded = {m for n in plain if (m := excluded_module(self.folder, n))}
         excluded |= {m for n in lost if (m := excluded_module(self.source, n))}
-        four_bit = "nvfp4" if inputs else "w4a16"
+        four_bit = NVFP4 if inputs else W4A16
         settings = modelopt.settings(
             {self.naming.name(m): self.fp8_format(m) or four_bit for m in modules},
             sorted({self.naming.name(m) for m in excluded}),
@@ -281,16 +282,13 @@ class _RepairPlanner:
             )
         return name
 
-    def fp8_format(self, module: str) -> str:
-        """Return "fp8", or "fp8_channel" for a linear that keeps one scale per row; "" for one that is not in FP8."""
+    def fp8_format(self, module: str) -> Format | None:
+        """Return FP8, with a scale per row for a linear that keeps its own; None for one that is not in FP8."""
         linear = self.model.linears.get(module)
         if linear is None or linear.format != "fp8":
-            return ""
-        return (
-            "fp8_channel"
-            if module not in self.diagnosis.faulty and linear.per_channel(self.folder)
-            else "fp8"
-        )
+            return None
+        keeps_rows = module not in self.diagnosis.faulty and linear.per_channel(self.folder)
+        return FP8_CHANNEL if keeps_rows else FP8
 
     # ---- scales
 

@@ -37,12 +37,12 @@ from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader, opened_once
-from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.models.formats import FP8_BLOCK
 from annie_quant.offline.linears import (
     BlockFP8Linear,
     NamedBlockFP8Linear,

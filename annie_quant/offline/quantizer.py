@@ -28,12 +28,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from annie_quant import checkpoint, models, nvfp4
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.checkpoint.checks import DEADLY
-from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
-from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, LARGEST_SCALE, read_struct
+from annie_quant.checkpoint.linears import LARGEST_SCALE, read_struct
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
+from annie_quant.models.formats import FP8, FP8_BLOCK, FP8_CHANNEL, KNOWN_ALGORITHMS, MIXED
 from annie_quant.offline.linears import (
     BlockFP8Linear,
     FP8Linear,
@@ -243,7 +243,7 @@ def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
 
 log = logging.getLogger(__name__)
 
-FP8_ALGORITHMS = (FP8_BLOCK, "FP8", FP8_DYNAMIC)
+FP8_ALGORITHMS = (FP8_BLOCK, FP8.modelopt, FP8_CHANNEL.modelopt)
 DIALECTS = {
     modelopt.NAME: modelopt,
     compressed_tensors.NAME: compressed_tensors,
@@ -283,9 +283,9 @@ class NVFP4Quantizer(HfQuantizer):
 
     def validate_environment(self, *args: object, **kwargs: object) -> None:
         settings = self.dialect.read(self.quantization_config.to_dict())
-        if settings.algo not in ALGORITHMS:
+        if settings.algo not in KNOWN_ALGORITHMS:
             raise CheckpointError(
-                f"quant_algo {settings.algo!r} is not supported here, expected one of {', '.join(ALGORITHMS)}",
+                f"quant_algo {settings.algo!r} is not supported here, expected one of {', '.join(KNOWN_ALGORITHMS)}",
                 "quantize to NVFP4 (annie-quant quantize), or serve this checkpoint with vLLM",
             )
         if settings.kv_cache or settings.raw.get("kv_cache_scheme"):
@@ -310,7 +310,9 @@ class NVFP4Quantizer(HfQuantizer):
                     model, folder.family, lambda name: any(a in self.singles for a in aliases(name))
                 )
             for linear in linears.values():
-                replace_linear(model, linear, folder, settings.algo_of(linear.name) == FP8_DYNAMIC)
+                replace_linear(
+                    model, linear, folder, settings.algo_of(linear.name) == FP8_CHANNEL.modelopt
+                )
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
                 if (
@@ -322,7 +324,7 @@ class NVFP4Quantizer(HfQuantizer):
                         f"{name}: the other tensors of its linear are missing", AUDIT_HINT
                     )
             if not nvfp4_linears(model) and not (
-                linears and settings.algo in (*FP8_ALGORITHMS, "MIXED_PRECISION")
+                linears and settings.algo in (*FP8_ALGORITHMS, MIXED)
             ):
                 raise CheckpointError(
                     f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4",

@@ -17,16 +17,16 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from annie_quant.checkpoint.chat_template import refused
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
+from annie_quant.models.formats import LARGEST_NVFP4, NVFP4
 from annie_quant.offline import codec
 from annie_quant.offline.linears import separate
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.calibration_text import read_answers
-from annie_quant.quantize.formats import NVFP4, choose
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.input_stats import calibrated
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, four_bit_format
@@ -76,13 +76,13 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         progress.message(f"resuming from {Path(saved).name}")
     trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    plan = QuantizationPlan(formats, inputs, tokens=tokens, calibration=answers.use)
+    plan = QuantizationPlan.of(formats, inputs, tokens)
+    plan.calibration = answers.use
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
-        plan.weights = {
-            f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy()
-            for m, n in names.items()
-        }
-        plan.tensor_amax = {n: float(state[f"{m}.weight_amax"]) for m, n in names.items()}
+        for module, name in names.items():
+            weight = state[f"{module}.weight"].detach().float()
+            plan.tensors[f"{name}.weight"] = weight.cpu().numpy()
+            plan.linears[name].weight_amax = float(state[f"{module}.weight_amax"])
     return plan
 
 

@@ -25,8 +25,8 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
+from annie_quant.models.formats import BF16
 from annie_quant.quantize import strategies
-from annie_quant.quantize.formats import PLAIN_BITS
 from annie_quant.quantize.strategy import Cost, Strategy, in_float32
 
 
@@ -207,7 +207,7 @@ def estimate(
             / size.hidden_size
         )
         peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
-    rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
+    rounded = sum(n for kind, n in counts.items() if part.bits(kind) < BF16.bits)
     if whole:
         peak = max(peak, BASE_BYTES + width / 2 * whole * rounded + width * (weights - rounded))
     seconds = {

@@ -12,20 +12,21 @@ The producer of an activation, and how it is scaled, is in the family's descript
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, LinearInput
+from annie_quant.models.formats import LARGEST_NVFP4, NVFP4
 from annie_quant.offline.codec import fake_quant, round_weight, to_numpy
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING, PROMPT
 from annie_quant.quantize.calibration_text import read_answers
-from annie_quant.quantize.formats import NVFP4, choose
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.input_stats import LargestInput
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -53,15 +54,30 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
     calibration = read_answers(job, progress)
     text = arrange(calibration.samples, device_kind(), can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "folding")
-    plan = QuantizationPlan(formats, calibration=calibration.use)
-    weights: dict[str, np.ndarray] = {}
+    plan = QuantizationPlan.of(formats)
+    plan.calibration = calibration.use
     for layer in model:
         folded = fold_layer(layer, set(formats), text.counts(model.device))
-        weights |= folded.weights
-        plan.amax |= folded.amax
-        plan.tokens |= folded.tokens
-    plan.weights = weights
+        plan.tensors |= folded.tensors
+        for name in folded.amax.keys() & formats.keys():
+            plan.linears[name].input_amax = folded.amax[name]
+        for name in folded.tokens.keys() & formats.keys():
+            plan.linears[name].tokens = folded.tokens[name]
     return plan
+
+
+@dataclass
+class FoldedLayer:
+    """What folding makes of a layer, by full names.
+
+    tensors: tensors that changed, float32.
+    amax: largest inputs; no expert that saw no token.
+    tokens: first linear of those of an expert that read one input → calibration tokens that it saw.
+    """
+
+    tensors: dict[str, np.ndarray]
+    amax: dict[str, float]
+    tokens: dict[str, int]
 
 
 class InputSampler(LargestInput):
@@ -111,10 +127,8 @@ class InputSampler(LargestInput):
         return torch.cat(self.sampled)
 
 
-def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> QuantizationPlan:
-    """Search and fold the scales of a layer, and return its part of the plan, without formats.
-
-    The source layer's outputs become the next layer's inputs. `weights` are in float32, `amax` has no expert that saw no token.
+def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> FoldedLayer:
+    """Search and fold the scales of a layer. The source layer's outputs become the next layer's inputs.
 
     chosen: full names of the linears that are quantized.
     counts: how many positions of each kind a code of the text stands for, float32 [codes, KINDS].
@@ -146,13 +160,12 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> Q
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    result = QuantizationPlan({})
-    result.weights = {
-        f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]
-    }
-    result.tokens = {
-        f"{layer.name}.{first}": observer.tokens for first, observer in observers.items()
-    }
+    result = FoldedLayer({}, {}, {})
+    for name, tensor in after.items():
+        if tensor is not before[name]:
+            result.tensors[f"{layer.name}.{name}"] = to_numpy(tensor.cpu())
+    for first, observer in observers.items():
+        result.tokens[f"{layer.name}.{first}"] = observer.tokens
     for group in layer.groups():
         if sampler := samplers.get(group[0]):
             top = sampler.amax(scales.get(group[0]))

@@ -7,13 +7,11 @@ parts: `layers.0` matches model.layers.0.* and not layers.01 or layers.10; `line
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.linears import (
-    FP8_DYNAMIC,
     HEAD,
     all_linears,
     covering_pattern,
@@ -23,22 +21,8 @@ from annie_quant.checkpoint.linears import (
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models import in_layer
+from annie_quant.models.formats import GROUP, Format
 
-NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit activations
-FP8_CHANNEL = "fp8_channel"  # FP8 with a scale per row of the weight; activations are scaled per token while serving
-ALGORITHM = {
-    NVFP4: "NVFP4",
-    W4A16: "W4A16_NVFP4",
-    FP8: "FP8",
-    FP8_CHANNEL: FP8_DYNAMIC,
-}  # ModelOpt's names
-QUANTIZED_INPUTS = (NVFP4, FP8)  # with an input scale that is calibrated
-GROUP = 16  # columns per block scale
-# Bits per weight including block scales; the scalars of a linear are counted separately.
-BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0, FP8_CHANNEL: 8.0}
-PLAIN_BITS = 16.0
-SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8, FP8_CHANNEL: 0}
-ROW_BYTES = {FP8_CHANNEL: 4}  # of a scale per row
 UNQUANTIZED_HINT = "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first"
 FLOATS = ("BF16", "F16", "F32")
 
@@ -117,26 +101,16 @@ def decoder_linears(folder: ModelFolder) -> list[str]:
     return [n for n in all_linears(folder) if folder.family.in_decoder(n)]
 
 
-def quantized_bytes(shape: tuple[int, ...], kind: str) -> int:
-    """Return the size of one linear's tensors in a format."""
-    return (
-        int(math.prod(shape) * BITS[kind] / 8)
-        + SCALARS_BYTES[kind]
-        + shape[0] * ROW_BYTES.get(kind, 0)
-    )
-
-
-def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
+def expected_bytes(folder: ModelFolder, formats: Mapping[str, Format]) -> int:
     """Return the size of the output's tensors. formats: linear → format; all other tensors keep their size."""
-    total = (
-        quantized_bytes(folder.info(weight_name(folder, HEAD)).shape, formats[HEAD])
-        if unties(folder, formats)
-        else 0
-    )
+    total = 0
+    if unties(folder, formats):
+        total += formats[HEAD].stored_bytes(folder.info(weight_name(folder, HEAD)).shape)
     for tensor in folder:
         for name in folder.parts_of(tensor) or [tensor]:
-            info, kind = folder.info(name), formats.get(name.removesuffix(".weight"))
-            total += info.size_bytes if kind is None else quantized_bytes(info.shape, kind)
+            info = folder.info(name)
+            kind = formats.get(name.removesuffix(".weight"))
+            total += info.size_bytes if kind is None else kind.stored_bytes(info.shape)
     return total
 
 

@@ -23,26 +23,20 @@ from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.documents import FormatPlan, FrontierPoint
+from annie_quant.models.formats import BF16, FP8_CHANNEL, NVFP4, W4A16, Format
 from annie_quant.quantize import held_out
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import (
-    FP8_CHANNEL,
-    NVFP4,
-    PLAIN_BITS,
-    W4A16,
-    active_weights,
-    decoder_linears,
-)
+from annie_quant.quantize.formats import active_weights, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.held_out import FormatTrials
 from annie_quant.quantize.kl_trial import answers_to_score
-from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of
-from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.mixed_formats import Group, groups_of
+from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
 from annie_quant.quantize.rounding import round_head
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)
+FORMATS = (NVFP4, W4A16, FP8_CHANNEL, BF16)
 ROUNDS = 6  # solutions that are evaluated at most
 POINTS = 12  # of the frontier, in the table
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
@@ -78,8 +72,8 @@ class FormatPlanner:
     base: dict[str, float]
     counted: float = 0.0
     fixed: float = 0.0
-    costs: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, dict[Format, np.ndarray]] = field(default_factory=dict)
+    ratios: dict[Format, float] = field(default_factory=dict)
 
     def line(self, axis: str) -> float:
         """Return the bytes that an axis may have."""
@@ -152,7 +146,7 @@ class FormatPlanner:
         """Measure every group in every format."""
         count, done = sum(len(g.formats) - 1 for g in self.groups.values()), 0
         for unit, group in self.groups.items():
-            self.costs[unit] = {PLAIN: np.zeros_like(trials.figures_of({}))}
+            self.costs[unit] = {BF16: np.zeros_like(trials.figures_of({}))}
             for kind in group.formats[:-1]:
                 self.costs[unit][kind] = trials.measure(dict.fromkeys(group.members, kind))
                 done, loss = done + 1, float(self.costs[unit][kind][:, :2].sum())
@@ -162,7 +156,7 @@ class FormatPlanner:
                     f"measuring formats: {done} of {count}, {unit} in {kind}: {loss:.2g} nats",
                 )
 
-    def cost(self, unit: str, kind: str) -> np.ndarray:
+    def cost(self, unit: str, kind: Format) -> np.ndarray:
         """Return a group's figures, scaled where it is not the head: that is one group, measured as it is."""
         return self.costs[unit][kind] * (1.0 if unit == HEAD else self.ratios.get(kind, 1.0))
 
@@ -198,12 +192,12 @@ class FormatPlanner:
             "allow more bytes or more loss",
         )
 
-    def formats(self, choices: Sequence[int]) -> dict[str, str]:
+    def formats(self, choices: Sequence[int]) -> dict[str, Format]:
         """Return linear → format, without those in 16 bits."""
         return {
             n: g.formats[i]
             for _, g, i in self.chosen(choices)
-            if g.formats[i] != PLAIN
+            if g.formats[i] != BF16
             for n in g.members
         }
 
@@ -233,9 +227,7 @@ class FormatPlanner:
         quantized = [s for s in evaluated.values() if self.formats(s.choices)]
         satisfying = [s for s in quantized if s.loss <= most]
         if not satisfying:
-            single = [
-                float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != PLAIN
-            ]
+            single = [float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != BF16]
             least = min([s.loss for s in quantized] or [max(0.0, min(single))])
             raise UsageError(
                 f"--max-loss {most:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
@@ -251,7 +243,7 @@ class FormatPlanner:
     def rescale(self, trials: FormatTrials, choices: Sequence[int], solution: Solution) -> None:
         """Set the ratios by a whole that is worse than the sum of its groups: one for FP8, one for both 4-bit formats."""
 
-        def only(kinds: Sequence[str]) -> list[int]:
+        def only(kinds: Sequence[Format]) -> list[int]:
             return [
                 i if u == HEAD or g.formats[i] in kinds else len(g.formats) - 1
                 for u, g, i in self.chosen(choices)
@@ -284,18 +276,18 @@ class FormatPlanner:
         shares = {
             f: sum(g.weights for _, g, i in chosen if g.formats[i] == f) / total for f in FORMATS
         }
-        head = self.groups[HEAD].formats[choices[-1]] if HEAD in self.groups else PLAIN
+        head = self.groups[HEAD].formats[choices[-1]] if HEAD in self.groups else BF16
         return FrontierPoint(
             read_bytes=self.bytes_of(choices, "read"),
             size_bytes=self.bytes_of(choices, "size"),
-            head=head,
+            head=head.name,
             kl=kl,
             tok_s=self.tok_s(choices),
             decisions=decisions,
             flips=flips,
             measured=whole is not None,
             taken=taken,
-            formats={f: round(share, 4) for f, share in shares.items() if share},
+            formats={f.name: round(share, 4) for f, share in shares.items() if share},
         )
 
     def describe(self, taken: Solution, evaluated: Sequence[Solution]) -> FormatPlan:
@@ -312,7 +304,7 @@ class FormatPlanner:
 
 
 def planner_of(
-    job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str, str]
+    job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str, Format]
 ) -> FormatPlanner:
     """Return the planner of a model. Raises UsageError for limits that no choice satisfies, or the unchanged model does."""
     folder = ModelFolder(job.model)
@@ -323,7 +315,7 @@ def planner_of(
         "read": bytes_per_token(folder) - read,
     }
     counted = active_weights(folder, decoder_linears(folder) if limits.of_decoder else four_bit)
-    fixed = sum(n for linear, n in counted.items() if linear not in four_bit) * PLAIN_BITS / 8
+    fixed = sum(n for linear, n in counted.items() if linear not in four_bit) * BF16.bits / 8
     planner = FormatPlanner(
         groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed
     )
@@ -345,17 +337,19 @@ def choose_formats(
     damping: of the head's rounding.
     """
     device = device_kind()
-    packed = trials.rounded.packed
     if HEAD in planner.groups:
         positions = 4 * HEAD_TOKENS[device]
         rows = [a.row for a in answers_to_score(learned, HEAD_TOKENS[device], positions, cut=False)]
         file = job.work_folder() / "head.safetensors"
-        packed[HEAD] = round_head(trials.trial, rows, damping, job.scale, file, progress)
+        head = round_head(trials.trial, rows, damping, job.scale, file, progress)
+        trials.rounded.linears[HEAD] = PlannedLinear(W4A16, packed=head)
     planner.measure(trials, progress)
     taken, evaluated = planner.search(trials, progress)
     plan = planner.describe(taken, evaluated)
     for line in frontier_lines(plan):
         progress.message(line)
-    formats = planner.formats(taken.choices)
-    head = {HEAD: packed[HEAD]} if formats.get(HEAD) == W4A16 else {}
-    return QuantizationPlan(formats, packed=head, frontier=plan)
+    planned = QuantizationPlan.of(planner.formats(taken.choices))
+    planned.frontier = plan
+    if planned.formats.get(HEAD) == W4A16:
+        planned.linears[HEAD] = trials.rounded.linears[HEAD]
+    return planned

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
+from annie_quant.models.formats import GROUP
 from annie_quant.offline import codec
 from annie_quant.quantize.backend import has_triton
-from annie_quant.quantize.formats import GROUP
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
 ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from annie_quant.checkpoint.linears import weight_name
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
+from annie_quant.models.formats import Format
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import FP8_CHANNEL
 from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
-from annie_quant.quantize.plan import Export, QuantizationPlan
+from annie_quant.quantize.plan import Export, PlannedLinear, QuantizationPlan
 from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -107,27 +107,32 @@ class FormatTrials(StoredTrials):
         super().__init__(job, "format_figures.json", answers)
         self.rounded = rounded
 
-    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+    def measure(self, formats: Mapping[str, Format]) -> np.ndarray:
         """Return Trial.shares of a choice of formats, without those of the unchanged model."""
         return self.figures_of(formats) - self.figures_of({})
 
-    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
+    def figures_of(self, formats: Mapping[str, Format]) -> np.ndarray:
         return self.shares(key_of(formats), self.plan_of(formats))
 
-    def plan_of(self, formats: Mapping[str, str]) -> QuantizationPlan:
+    def plan_of(self, formats: Mapping[str, Format]) -> QuantizationPlan:
         """Return the plan of a choice, with the weights of `rounded`."""
-        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
-        return QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
+        linears: dict[str, PlannedLinear] = {}
+        for name, kind in formats.items():
+            linear = self.rounded.linears[name]
+            packed = linear.packed if kind.in_four_bits else None
+            linears[name] = replace(linear, format=kind, packed=packed)
+        return QuantizationPlan(linears)
 
-    def plain_plan_of(self, formats: Mapping[str, str]) -> QuantizationPlan:
+    def plain_plan_of(self, formats: Mapping[str, Format]) -> QuantizationPlan:
         """Return the plan of a choice, with the decoder's 4-bit weights rounded to nearest, as naive does."""
         plan = self.plan_of(formats)
         in_decoder = self.folder.family.in_decoder
-        names = [n for n in plan.packed if in_decoder(n)]
-        exported = Export(self.folder, QuantizationPlan({n: formats[n] for n in names}, plan.amax))
-        for name in names:
+        in_four_bits = {n: f for n, f in formats.items() if f.in_four_bits and in_decoder(n)}
+        exported = Export(self.folder, QuantizationPlan.of(in_four_bits))
+        for name in in_four_bits:
             weight = exported.weight(weight_name(self.folder, name))
-            plan.packed[name] = nvfp4.pack(weight, tensor_scale=float(exported.scale(name)))
+            scale = float(exported.scale(name))
+            plan.linears[name].packed = nvfp4.pack(weight, tensor_scale=scale)
         return plan
 
     def served_and_unrounded(self, name: str, plan: QuantizationPlan) -> np.ndarray:
@@ -138,9 +143,10 @@ class FormatTrials(StoredTrials):
         return np.concatenate((served, unrounded[:, :2]), 1)
 
 
-def key_of(formats: Mapping[str, str]) -> str:
+def key_of(formats: Mapping[str, Format]) -> str:
     """Return the key of a choice of formats in files of measurements."""
-    return sha256_text(json.dumps(sorted(formats.items())))[:16]
+    names = {linear: kind.name for linear, kind in formats.items()}
+    return sha256_text(json.dumps(sorted(names.items())))[:16]
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class HeldOutLook:
 
 def compare_with_plain(
     trials: FormatTrials,
-    formats: Mapping[str, str],
+    formats: Mapping[str, Format],
     held: Sequence[CalibrationSample],
     progress: Progress,
 ) -> HeldOutLook:

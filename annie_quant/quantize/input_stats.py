@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from annie_quant import models
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.documents import CalibrationUse
+from annie_quant.models.formats import LARGEST_E4M3, Format
 from annie_quant.offline.loading import load
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
@@ -75,7 +75,7 @@ class LargestInput:
 
 
 def max_calibrated(
-    job: Job[StrategyOptions], formats: Mapping[str, str], progress: Progress
+    job: Job[StrategyOptions], formats: Mapping[str, Format], progress: Progress
 ) -> QuantizationPlan:
     """Return the plan with these formats of linears, by the largest weights and inputs over whole conversations.
 
@@ -85,7 +85,9 @@ def max_calibrated(
     """
     announce_size(ModelFolder(job.model), formats, progress)
     amax, tokens, use = calibrated(job, list(formats), progress)
-    return QuantizationPlan(dict(formats), amax, job.scale, tokens=tokens, calibration=use)
+    plan = QuantizationPlan.of(formats, amax, tokens, job.scale)
+    plan.calibration = use
+    return plan
 
 
 def calibrated(

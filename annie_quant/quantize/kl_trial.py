@@ -16,17 +16,16 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.linears import weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
+from annie_quant.models.formats import FP8_CHANNEL, LARGEST_E4M3, LARGEST_NVFP4, NVFP4
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.linears import token_scales
 from annie_quant.offline.loading import load
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -130,10 +129,12 @@ class Trial:
     @contextlib.contextmanager
     def rounded(self, plan: QuantizationPlan, inputs: bool = True) -> Iterator[None]:
         """Give the model the weights and, with `inputs`, the rounded inputs of a plan; restore them at the end."""
-        weights = {n: codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
-        rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
-        weights |= {n: fp8_rows(self.parameter(weight_name(self.folder, n))) for n in rows}
-        weights |= {n.removesuffix(".weight"): torch.from_numpy(w) for n, w in plan.weights.items()}
+        weights: dict[str, torch.Tensor] = {}
+        for name, linear in plan.linears.items():
+            if linear.packed is not None:
+                weights[name] = codec.to_torch(nvfp4.unpack(linear.packed, "float32"))
+            elif linear.format == FP8_CHANNEL:
+                weights[name] = fp8_rows(self.parameter(weight_name(self.folder, name)))
         with (
             self.changed(weights),
             self.rounded_inputs(plan) if inputs else contextlib.nullcontext(),
@@ -191,10 +192,12 @@ class Trial:
                 )
             )
 
-        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f == NVFP4 and n in plan.amax}
+        amax: dict[str, float] = {}
         with contextlib.ExitStack() as undo:
-            for name, kind in plan.formats.items():
-                if kind == FP8_CHANNEL:
+            for name, linear in plan.linears.items():
+                if linear.format == NVFP4 and linear.input_amax is not None:
+                    amax[name] = linear.input_amax
+                if linear.format == FP8_CHANNEL:
                     rounds(name, lambda x: codec.fake_quant_fp8(x, token_scales(x)))
             for name, top in self.family.largest_of_input(amax).items():
                 rounds(name, partial(codec.fake_quant, tensor_scale=top / LARGEST_NVFP4))

@@ -16,18 +16,10 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
+from annie_quant.models.formats import BF16, FP8_CHANNEL, GROUP, NVFP4, W4A16, Format
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import (
-    FP8_CHANNEL,
-    GROUP,
-    NVFP4,
-    W4A16,
-    active_weights,
-    choose,
-    names_module,
-    quantized_bytes,
-)
+from annie_quant.quantize.formats import active_weights, choose, names_module
 from annie_quant.quantize.frontier import with_rounded_inputs
 from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
@@ -38,7 +30,6 @@ TOKENS = 1024  # of answers, scored in each trial
 POSITIONS = (
     4096  # of these answers with their prompts, on a CPU, where trials take most of the time
 )
-PLAIN = "bf16"
 STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
 
@@ -82,14 +73,14 @@ class Group:
     """
 
     members: list[str]
-    formats: list[str]
+    formats: list[Format]
     size: list[float]
     read: list[float]
     weights: float
 
 
 def groups_of(
-    job: Job[StrategyOptions], four_bit: Mapping[str, str], head: bool = True
+    job: Job[StrategyOptions], four_bit: Mapping[str, Format], head: bool = True
 ) -> dict[str, Group]:
     """Return the groups by their first linear, and the head last unless it is excluded. four_bit: linear → its 4-bit format."""
     folder = ModelFolder(job.model)
@@ -102,20 +93,22 @@ def groups_of(
     return groups
 
 
-def group_of(folder: ModelFolder, members: list[str], four_bit: str) -> Group:
+def group_of(folder: ModelFolder, members: list[str], four_bit: Format) -> Group:
     """Return linears as a group that may have a 4-bit format, FP8 or 16 bits."""
     active = active_weights(folder, members)
     infos = {n: folder.info(weight_name(folder, n)) for n in members}
-    stored = {
-        f: {n: quantized_bytes(i.shape, f) for n, i in infos.items()}
-        for f in (four_bit, FP8_CHANNEL)
-    }
-    stored[PLAIN] = {n: i.size_bytes for n, i in infos.items()}
-    size = [float(sum(of.values())) for of in stored.values()]
-    read = [sum(b * active[n] / infos[n].elements for n, b in of.items()) for of in stored.values()]
+    group = Group(members, [four_bit, FP8_CHANNEL, BF16], [], [], sum(active.values()))
+    for kind in group.formats:
+        size = read = 0.0
+        for name, info in infos.items():
+            stored = info.size_bytes if kind == BF16 else kind.stored_bytes(info.shape)
+            size += stored
+            read += stored * active[name] / info.elements
+        group.size.append(size)
+        group.read.append(read)
     if unties(folder, members):
-        size[-1] = 0.0  # 16 bits take no bytes besides the embedding, which stays
-    return Group(members, list(stored), size, read, sum(active.values()))
+        group.size[-1] = 0.0  # 16 bits take no bytes besides the embedding, which stays
+    return group
 
 
 def budgets(model: Path) -> list[float]:
@@ -141,7 +134,7 @@ def formats_of_inputs(
     samples: Sequence[CalibrationSample],
     progress: Progress,
     share: float,
-) -> dict[str, str]:
+) -> dict[str, Format]:
     """Return "nvfp4" or "w4a16" for every chosen linear: rounded inputs for the most weights that leave `share` of the harm.
 
     Harm is the divergence of the source's answers with only the inputs of one unit rounded, summed over the units. Measurements
@@ -174,14 +167,15 @@ def measure_inputs(
     positions = POSITIONS if device_kind() == "cpu" else math.inf
     trials = StoredTrials(job, "input_shares.json", answers_to_score(samples, TOKENS, positions))
     waiting = [u for u in units if u not in trials.figures]
+    amax: dict[str, float] = {}
     if waiting:
         amax = trials.trial.largest_inputs([n for members in units.values() for n in members])
     noise = float(
-        trials.shares("unchanged", QuantizationPlan({}))[:, :2].sum()
+        trials.shares("unchanged", QuantizationPlan())[:, :2].sum()
     )  # the reference is float16
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
-        plan = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
+        plan = QuantizationPlan.of(dict.fromkeys(members, NVFP4), amax)
         harm[unit] = max(0.0, float(trials.shares(unit, plan)[:, :2].sum()) - noise)
         if unit in waiting:
             progress.update(

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,13 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import replacing
 from annie_quant.core.progress import Progress
+from annie_quant.models.formats import GROUP, Format
 from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.offline.engine import Row, split_by_size
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import gptq
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
-from annie_quant.quantize.formats import GROUP
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
@@ -116,12 +116,12 @@ class LayerResult:
 class RoundingTask:
     """The settings that all layers of a model share.
 
-    formats: full name of each linear that is rounded → "nvfp4" where a server also rounds its inputs, else "w4a16".
+    linears: full names of those that are rounded.
     table: weight of each kind of token, float32.
     scale: rule by which block scales are chosen; StreamRounder has its own.
     """
 
-    formats: Mapping[str, str]
+    linears: Collection[str]
     table: torch.Tensor
     method: Method
     scale: nvfp4.Scale = "amax"
@@ -135,7 +135,7 @@ class LayerRounder:
     def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
         self.layer, self.task = layer, task
         chosen = (
-            [n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups()
+            [n for n in group if f"{layer.name}.{n}" in task.linears] for group in layer.groups()
         )
         self.groups = [group for group in chosen if group]
         self.result = LayerResult()
@@ -339,7 +339,7 @@ def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tenso
 
 def round_model(
     job: Job[StrategyOptions],
-    formats: Mapping[str, str],
+    formats: Mapping[str, Format],
     samples: Sequence[CalibrationSample],
     method: Method,
     progress: Progress,
@@ -355,7 +355,7 @@ def round_model(
         raise CheckpointError(
             f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}"
         )
-    plan = QuantizationPlan(dict(formats), scale=job.scale)
+    plan = QuantizationPlan.of(formats, scale=job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     shared = arrange(samples, device_kind(), can_share(folder))
@@ -365,7 +365,7 @@ def round_model(
     # StreamRounder chooses scales by no other rule.
     if device_kind() == "cuda" and plan.scale == "sweep":
         rounder_of = partial(StreamRounder, source=list(model.states))
-    task = RoundingTask(plan.formats, table, method, plan.scale)
+    task = RoundingTask(plan.linears.keys(), table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
     for layer in model:
         left = (
@@ -385,9 +385,11 @@ def round_model(
             fresh += 1
         for warning in one_per_layer(rounder.warnings):
             log.warning("annie-quant: %s", warning)
-        plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
-        plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
-        plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
+        for name, packed in result.packed.items():
+            linear = plan.linears[f"{layer.name}.{name}"]
+            linear.packed = packed
+            linear.input_amax = result.amax.get(name)
+            linear.tokens = result.tokens.get(name)
     return plan
 
 

@@ -15,7 +15,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_file
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder, launcher_rank
-from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
+from annie_quant.models.formats import BF16, NVFP4, W4A16, Format
 
 if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
@@ -68,7 +68,7 @@ def activations_option() -> str:
     )
 
 
-def four_bit_format(activations: str) -> str:
+def four_bit_format(activations: str) -> Format:
     """Return the format of 4-bit weights whose activations have "4" or "16" bits."""
     return W4A16 if activations == "16" else NVFP4
 
@@ -202,7 +202,7 @@ class Strategy:
 
     name: str
     summary: str
-    formats: Mapping[str, str | float]
+    formats: Mapping[str, Format | float]
     cost: Cost
     plan: Callable[[Any, Progress], QuantizationPlan]
     options: type[StrategyOptions] = StrategyOptions
@@ -220,8 +220,8 @@ class Strategy:
 
     def bits(self, kind: str) -> float:
         """Return the bits per weight of a kind of module."""
-        stored = self.formats.get(kind, PLAIN_BITS)
-        return BITS[stored] if isinstance(stored, str) else stored
+        stored = self.formats.get(kind, BF16)
+        return stored.bits if isinstance(stored, Format) else stored
 
     def settings(self, values: Mapping[str, object]) -> StrategyOptions:
         """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""

@@ -19,6 +19,7 @@ from annie_quant import checkpoint, nvfp4
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.inspection import export_notes
+from annie_quant.models.formats import W4A16
 
 HIDDEN, WIDTH, HEADS, KV, HEAD = 256, 512, 8, 2, 32
 CONFIG = {
@@ -120,9 +121,7 @@ def export(
         out[f"{m}.weight_scale_2"] = np.array(t.tensor_scale, np.float32)
     out |= {n: t.astype(BF16) for n, t in weights.items() if n not in out}
     zoo.save(folder, out, CONFIG)
-    writer.write_settings(
-        folder, CONFIG, modelopt.settings(dict.fromkeys(modules, "w4a16"), [], 16)
-    )
+    writer.write_settings(folder, CONFIG, modelopt.settings(dict.fromkeys(modules, W4A16), [], 16))
     return folder
 
 

@@ -18,6 +18,7 @@ from annie_quant.checkpoint import ModelFolder, ShardError, planned, write
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 from annie_quant.checkpoint.shards import INDEX
 from annie_quant.core.errors import CheckpointError
+from annie_quant.models.formats import FP8, NVFP4
 
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "4000"))
 
@@ -45,7 +46,7 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
             ),
         }
     write(folder, [planned(n, t) for n, t in tensors.items()])
-    formats = {f"model.layers.0.mlp.{k}": "nvfp4" for k in ("gate_proj", "up_proj")}
+    formats = {f"model.layers.0.mlp.{k}": NVFP4 for k in ("gate_proj", "up_proj")}
     settings = dialect.settings(formats, ["lm_head"], 16)
     config = {"model_type": "qwen3_5_text", "quantization_config": settings.quantization_config}
     return config, settings.files.get("hf_quant_config.json", {})
@@ -55,7 +56,7 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
 def test_readers_take_any_json(dialect):
     """The settings' readers give a QuantConfig for any JSON object."""
     rng = random.Random(5)
-    base = dialect.settings({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16).quantization_config
+    base = dialect.settings({"a": NVFP4, "b": FP8}, ["lm_head", "x*"], 16).quantization_config
     for _ in range(FUZZ):
         config = dialect.read(mutate_json(rng, base))
         assert isinstance(config.algo, str) and (config.group is None or config.group > 0)

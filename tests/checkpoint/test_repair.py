@@ -16,6 +16,7 @@ import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.repairs import repair
 from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.models.formats import W4A16
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
 
@@ -218,7 +219,7 @@ def test_a_group_of_32_is_kept(checkpoints, tmp_path):
             )
             t.pop(f"{module}.input_scale")
         c["quantization_config"] = modelopt.settings(
-            {n[:-13]: "w4a16" for n in t if n.endswith(".weight_scale")},
+            {n[:-13]: W4A16 for n in t if n.endswith(".weight_scale")},
             c["quantization_config"]["ignore"],
             32,
         ).quantization_config

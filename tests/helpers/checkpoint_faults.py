@@ -8,6 +8,8 @@ import checkpoint_zoo as zoo
 import ml_dtypes
 import numpy as np
 
+from annie_quant.models.formats import FP8, NVFP4
+
 GATE, UP, DOWN = (f"model.layers.1.mlp.{k}_proj" for k in ("gate", "up", "down"))
 Q, V = "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.v_proj"
 
@@ -227,9 +229,9 @@ def fp8_too(t: dict, c: dict) -> None:
     t[f"{module}.input_scale"] = np.array(0.01, np.float32)
     from annie_quant.checkpoint.dialects import modelopt
 
-    formats = {
-        n.removesuffix(".weight_scale"): "nvfp4" for n in t if n.endswith(".weight_scale")
-    } | {module: "fp8"}
+    formats = {n.removesuffix(".weight_scale"): NVFP4 for n in t if n.endswith(".weight_scale")} | {
+        module: FP8
+    }
     c["quantization_config"] = modelopt.settings(formats, [], 16).quantization_config
 
 

@@ -15,6 +15,7 @@ from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.models.formats import NVFP4, W4A16
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CONFIG = {
@@ -179,7 +180,7 @@ def nvfp4(
         n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules
     )
     settings = modelopt.settings(
-        dict.fromkeys(modules, "nvfp4" if with_input else "w4a16"), unquantized, 16
+        dict.fromkeys(modules, NVFP4 if with_input else W4A16), unquantized, 16
     )
     save(folder, out, plain.config)
     writer.write_settings(folder, plain.config, settings)

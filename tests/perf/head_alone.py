@@ -21,10 +21,10 @@ from annie_quant.checkpoint.linears import HEAD, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
+from annie_quant.models.formats import GROUP, W4A16
 from annie_quant.offline.engine import Row
 from annie_quant.quantize import kl_trial
-from annie_quant.quantize.formats import GROUP, W4A16
-from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
 from annie_quant.quantize.rounding import Method, round_head
 
 
@@ -59,7 +59,7 @@ def main() -> None:
             draw,
             "nearest",
             trial,
-            QuantizationPlan({HEAD: W4A16}, packed={HEAD: nearest(folder)}),
+            QuantizationPlan({HEAD: PlannedLinear(W4A16, packed=nearest(folder))}),
             0,
         )
         start = time.monotonic()
@@ -72,7 +72,7 @@ def main() -> None:
             draw,
             "best",
             trial,
-            QuantizationPlan({HEAD: W4A16}, packed={HEAD: packed}),
+            QuantizationPlan({HEAD: PlannedLinear(W4A16, packed=packed)}),
             time.monotonic() - start,
         )
 

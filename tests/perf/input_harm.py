@@ -17,8 +17,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
+from annie_quant.models.formats import NVFP4
 from annie_quant.quantize import calibration_text, mixed_formats
-from annie_quant.quantize.formats import NVFP4, active_weights, choose
+from annie_quant.quantize.formats import active_weights, choose
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job
@@ -57,8 +58,8 @@ def main() -> None:
         )
     trial = Trial(folder, answers_to_score(samples, mixed_formats.TOKENS))
     plans = (
-        QuantizationPlan(dict.fromkeys(chosen, NVFP4), trial.largest_inputs(chosen)),
-        QuantizationPlan({}),
+        QuantizationPlan.of(dict.fromkeys(chosen, NVFP4), trial.largest_inputs(chosen)),
+        QuantizationPlan(),
     )
     together, unchanged = (float(trial.shares(plan)[:, :2].sum()) for plan in plans)
     print(

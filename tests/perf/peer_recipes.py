@@ -153,7 +153,7 @@ def use_rounding_without_triton() -> None:
     import torch
     from modelopt.torch.quantization import tensor_quant
 
-    from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
+    from annie_quant.models.formats import LARGEST_NVFP4
     from annie_quant.offline.codec import fake_quant, to_e2m1
 
     def rounded(

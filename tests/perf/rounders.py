@@ -21,8 +21,9 @@ from fresh_answers import HEADER, drawn, show
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
+from annie_quant.models.formats import NVFP4
 from annie_quant.quantize import gptq, kl_trial, rounding
-from annie_quant.quantize.formats import NVFP4, choose
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.rounding import Method, round_model
 from annie_quant.quantize.strategy import Job
 

@@ -10,9 +10,9 @@ import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import models
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
+from annie_quant.models.formats import LARGEST_NVFP4
 from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
@@ -40,7 +40,7 @@ def folds() -> list[dict[str, np.ndarray]]:
     chosen = set(choose(folder, ()))
     layers = DecoderLayers(folder, calibration_samples.make_batches(text))
     counts = torch.eye(calibration_samples.KINDS)
-    return [folding.fold_layer(layer, chosen, counts).weights for layer in layers]
+    return [folding.fold_layer(layer, chosen, counts).tensors for layer in layers]
 
 
 def logits(

@@ -140,7 +140,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
         for n in folder
         if "_proj.weight" in n and folder.info(n).shape[0] > 8
     ]
-    formats, method = dict.fromkeys(chosen, "nvfp4"), Method()
+    method = Method()
     source, packed = list(model.states), {}
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +150,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
         expected = [whole.model(i, output_hidden_states=True).hidden_states for i in ids]
         for layer in model:
             result = StreamRounder(
-                layer, RoundingTask(formats, torch.tensor([0.1, 1, 1, 1, 1]), method), source
+                layer, RoundingTask(chosen, torch.tensor([0.1, 1, 1, 1, 1]), method), source
             ).round()
             packed |= {f"{layer.name}.{name}": tensor for name, tensor in result.packed.items()}
             for state, hidden in zip(source, expected, strict=True):

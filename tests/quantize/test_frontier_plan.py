@@ -20,8 +20,9 @@ from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Recipe, decode
+from annie_quant.models.formats import BF16, FP8_CHANNEL, W4A16, Format
 from annie_quant.quantize import calibration_text
-from annie_quant.quantize.formats import FP8_CHANNEL, W4A16, choose
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job
@@ -37,7 +38,6 @@ from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import frontier_plan, held_out, kl_trial, mixed_formats  # noqa: E402
 from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
 from annie_quant.quantize.mixed_formats import (  # noqa: E402
-    PLAIN,
     Group,
     budgets,
     groups_of,
@@ -86,11 +86,11 @@ class FakeTrials:
     """Figures of a choice: the sum of its groups', and what groups of one format do to each other."""
 
     def __init__(
-        self, single: Mapping[tuple[str, str], float], together: Mapping[str, float]
+        self, single: Mapping[tuple[str, Format], float], together: Mapping[Format, float]
     ) -> None:
         self.single, self.together, self.measured = single, together, 0
 
-    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+    def measure(self, formats: Mapping[str, Format]) -> np.ndarray:
         self.measured += 1
         loss = sum(self.single[item] for item in formats.items())
         for kind, factor in self.together.items():
@@ -102,11 +102,11 @@ class FakeTrials:
 
 
 def planner_for(
-    rng: np.random.Generator, limits: Limits, together: Mapping[str, float]
+    rng: np.random.Generator, limits: Limits, together: Mapping[Format, float]
 ) -> tuple[FormatPlanner, FakeTrials]:
     names = [*"abcde", HEAD]
     weights = {n: float(rng.integers(1, 20)) * 1e6 for n in names}
-    kinds = [W4A16, FP8_CHANNEL, PLAIN]
+    kinds = [W4A16, FP8_CHANNEL, BF16]
     sizes = {n: [w * bits / 8 for bits in (4.5, 8, 16)] for n, w in weights.items()}
     groups = {n: Group([n], kinds, sizes[n], sizes[n], weights[n]) for n in names}
     single = {
@@ -117,9 +117,7 @@ def planner_for(
     trials = FakeTrials(single, together)
     planner = FormatPlanner(groups, limits, TokenBytes(0.0, 1), {"size": 0.0, "read": 0.0})
     for n in names:
-        planner.costs[n] = {PLAIN: np.zeros((4, 3))} | {
-            k: trials.measure({n: k}) for k in kinds[:2]
-        }
+        planner.costs[n] = {BF16: np.zeros((4, 3))} | {k: trials.measure({n: k}) for k in kinds[:2]}
     return planner, trials
 
 
@@ -228,7 +226,7 @@ def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(
         choices[-1] = number
         out = tmp_path / f"out{number}"
         out.mkdir()
-        export(folder, out, QuantizationPlan(planner.formats(choices)))
+        export(folder, out, QuantizationPlan.of(planner.formats(choices)))
         stored = ModelFolder(out)
         assert planner.bytes_of(choices, "size") == sum(stored.info(n).size_bytes for n in stored)
         assert planner.bytes_of(choices, "read") == pytest.approx(bytes_per_token(stored), abs=1)

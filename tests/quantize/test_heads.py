@@ -19,7 +19,8 @@ from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.linears import HEAD, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
-from annie_quant.quantize.formats import FP8_CHANNEL, W4A16, choose, expected_bytes
+from annie_quant.models.formats import FP8_CHANNEL, W4A16
+from annie_quant.quantize.formats import choose, expected_bytes
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.runner import copy_companions
 
@@ -57,7 +58,7 @@ def made(
             }
             out = home / f"{model}-{head}"
             out.mkdir()
-            export(folder, out, QuantizationPlan(formats, scale="sweep"))
+            export(folder, out, QuantizationPlan.of(formats, scale="sweep"))
             copy_companions(source, out)
             stored = sum(ModelFolder(out).info(n).size_bytes for n in ModelFolder(out))
             assert stored == expected_bytes(folder, formats)
@@ -145,7 +146,7 @@ def test_all_linears_and_the_head_in_one_format_name_the_head(
     folder = ModelFolder(sources["annie"])
     out = tmp_path / "one"
     out.mkdir()
-    export(folder, out, QuantizationPlan(dict.fromkeys([*choose(folder, ()), HEAD], W4A16)))
+    export(folder, out, QuantizationPlan.of(dict.fromkeys([*choose(folder, ()), HEAD], W4A16)))
     copy_companions(sources["annie"], out)
     assert checkpoint.audit(out, source=sources["annie"]).ok
     ct = Path(checkpoint.convert(out, "compressed-tensors", tmp_path / "ct").path)

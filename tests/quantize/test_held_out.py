@@ -14,6 +14,7 @@ from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import HeldOut
+from annie_quant.models.formats import NVFP4
 from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip(
@@ -26,9 +27,9 @@ pytest.importorskip(
     "transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]"
 )
 from annie_quant.core.progress import Lines  # noqa: E402
+from annie_quant.models.formats import W4A16  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import held_out, kl_trial, rounding  # noqa: E402
-from annie_quant.quantize.formats import W4A16  # noqa: E402
 from annie_quant.quantize.held_out import (  # noqa: E402
     FormatTrials,
     HeldOutLook,
@@ -146,7 +147,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
         for n in folder
         if "_proj.weight" in n and "layers" in n and folder.info(n).shape[0] > 8
     ]
-    formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
+    formats = {n: NVFP4 if "mlp" in n else W4A16 for n in names}
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work", scale="sweep")
     plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
     trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, 10**6, cut=False))
@@ -195,10 +196,10 @@ def test_the_plain_weights_of_a_trial_are_those_of_naive(home: Path, tmp_path: P
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work", scale="sweep")
     rounded = round_model(job, {name: W4A16}, samples, Method(), Lines(lambda line: None))
     plan = FormatTrials(job, samples, rounded).plain_plan_of({name: W4A16})
-    (expected,) = Export(folder, QuantizationPlan({name: W4A16})).pack_rows(name)
-    assert plan.packed[name].codes.tobytes() == expected.codes.tobytes()
-    assert plan.packed[name].tensor_scale == expected.tensor_scale
-    assert rounded.packed[name].codes.tobytes() != expected.codes.tobytes()
+    (expected,) = Export(folder, QuantizationPlan.of({name: W4A16})).pack_rows(name)
+    assert plan.linears[name].packed.codes.tobytes() == expected.codes.tobytes()
+    assert plan.linears[name].packed.tensor_scale == expected.tensor_scale
+    assert rounded.linears[name].packed.codes.tobytes() != expected.codes.tobytes()
 
 
 def test_where_plain_rounding_is_better_the_weights_are_those_of_naive(

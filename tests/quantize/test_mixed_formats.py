@@ -10,11 +10,10 @@ import pytest
 import runtime_models
 
 from annie_quant import checkpoint, nvfp4, quantize
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize.formats import NVFP4
+from annie_quant.models.formats import LARGEST_NVFP4, NVFP4
 
 torch = pytest.importorskip(
     "torch", reason="trials run on torch: pip install annie-quant[quantize]"
@@ -102,15 +101,15 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     def divergence(plan: QuantizationPlan) -> float:
         return float(trial.shares(plan)[:, :2].sum())
 
-    noise = divergence(QuantizationPlan({}))  # of the float16 reference
+    noise = divergence(QuantizationPlan())  # of the float16 reference
     names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 3) for n in ("gate", "up", "down")]
     amax = trial.largest_inputs(names)
     assert set(amax) == set(names) and min(amax.values()) > 0
     amax["model.layers.0.mlp.gate_proj"] *= (
         2  # gate and up are served with one scale, the larger one
     )
-    measured = divergence(QuantizationPlan(dict.fromkeys(amax, NVFP4), amax))
-    assert divergence(QuantizationPlan({})) == noise < 0.05 * measured, (
+    measured = divergence(QuantizationPlan.of(dict.fromkeys(amax, NVFP4), amax))
+    assert divergence(QuantizationPlan()) == noise < 0.05 * measured, (
         "the trial leaves the model as it was"
     )
 

@@ -16,7 +16,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 pytest.importorskip(
     "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
 )
-from annie_quant.quantize import mixed_formats, norm_tuning, runner
+from annie_quant.quantize import mixed_formats, runner
 
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
@@ -26,12 +26,11 @@ SETTINGS: dict[str, dict] = {
     "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0},
     "awq_lite": {"exclude": ALL_BUT_LAST},
     "best": {"exclude": ALL_BUT_LAST},
-    "best with tuned norms": {"exclude": ALL_BUT_LAST, "norms": 1},
     "qad": {"exclude": ALL_BUT_LAST, "steps": 2, "batch": 1, "save": 1, "lr": 1e-6},
 }
 
 
-@pytest.fixture(scope="module", params=[*sorted(quantize.available()), "best with tuned norms"])
+@pytest.fixture(scope="module", params=sorted(quantize.available()))
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, quantize.QuantizeResult, Path]:
@@ -43,10 +42,8 @@ def run(
         )  # tested in quantize/test_frontier_plan.py
         patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
         patch.setattr(mixed_formats, "POSITIONS", 512)
-        patch.setitem(norm_tuning.STEPS, "cpu", 2)
-        strategy = request.param.partition(" ")[0]
-        result = quantize.run(strategy, MODEL, output, calib_data=CALIBRATION, **settings)
-    return strategy, result, output
+        result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, **settings)
+    return request.param, result, output
 
 
 def test_it_passes_the_audit_and_records_how_it_was_made(

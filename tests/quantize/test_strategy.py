@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.quantize.formats import FP8, choose
-from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.models.formats import FP8
+from annie_quant.quantize.formats import choose
+from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Cost, StrategyOptions, Strategy, option
 
 
@@ -33,7 +34,8 @@ def plan(job, progress):
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), FP8)
     announce_size(folder, formats, progress)
-    return QuantizationPlan(formats, input_scales=dict.fromkeys(formats, np.float32(job.options.scale)))
+    scale = np.float32(job.options.scale)
+    return QuantizationPlan({name: PlannedLinear(FP8, input_scale=scale) for name in formats})
 
 
 STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attention", "deltanet"), FP8),

@@ -19,8 +19,6 @@ from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import (
-    FP8_BLOCK,
-    FP8_DYNAMIC,
     QuantConfig,
     covering_pattern,
     plain_linears,
@@ -29,11 +27,11 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding
+from annie_quant.models.formats import KNOWN_ALGORITHMS
 
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
 MODELOPT_VERSION = re.compile(r"0\.\d{1,3}\b")  # our own exports have another text there
 KV_ENDS = (".k_scale", ".v_scale")
 
@@ -51,7 +49,7 @@ def check_algorithm(model: QuantizedFolder) -> None:
     """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
     algo = model.config.algo
     path = model.folder.path
-    if algo and algo not in ALGORITHMS:
+    if algo and algo not in KNOWN_ALGORITHMS:
         raise CheckpointError(
             f"{path}: quant_algo {printable(algo, 40)!r} is not known here",
             f"only its weights can be converted: annie-quant convert {path} --to bf16",
@@ -80,8 +78,8 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
     plain = sorted(n for n in plain_linears(folder) if n not in linears)
     if inline and second is not None and model.dialect is modelopt:
         yield from check_agreement(config, second, [*linears, *plain])
-    if config.algo and config.algo not in ALGORITHMS:
-        problem = f"quant_algo {config.algo[:40]!r} is not known here, expected one of {', '.join(ALGORITHMS)}"
+    if config.algo and config.algo not in KNOWN_ALGORITHMS:
+        problem = f"quant_algo {config.algo[:40]!r} is not known here, expected one of {', '.join(KNOWN_ALGORITHMS)}"
         yield Finding("algorithm_unknown", "config.json", problem)
     if not linears:
         problem = (

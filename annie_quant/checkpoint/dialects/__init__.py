@@ -18,6 +18,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
+from annie_quant.models.formats import Format
 
 
 class Dialect(Protocol):
@@ -43,14 +44,14 @@ class WritableDialect(Dialect, Protocol):
 
     def settings(
         self,
-        formats: Mapping[str, str],
+        formats: Mapping[str, Format],
         excluded: list[str],
         group: int,
         kv_cache: str | None = None,
     ) -> QuantSettings:
         """Return the settings to write.
 
-        formats: quantized module → "nvfp4" (activations too), "w4a16", "fp8" or "fp8_channel".
+        formats: quantized module → its format.
         excluded: the other linears.
         group: columns per block scale.
         kv_cache: "FP8", or None for a cache in 16 bits.

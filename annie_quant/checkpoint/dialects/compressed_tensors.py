@@ -14,8 +14,6 @@ import msgspec
 import numpy as np
 
 from annie_quant.checkpoint.linears import (
-    FP8_BLOCK,
-    FP8_DYNAMIC,
     HEAD,
     LINEAR_CLASS,
     Linear,
@@ -30,6 +28,16 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import attention_of
+from annie_quant.models.formats import (
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    MIXED,
+    NVFP4,
+    QUANTIZED,
+    W4A16,
+    Format,
+)
 
 NAME = "compressed-tensors"
 # A scale per tensor, as its settings describe an FP8 weight, its activations or the KV cache.
@@ -72,9 +80,10 @@ class ConfigGroup(msgspec.Struct):
         if weights.num_bits == 8 and weights.strategy == "block":
             return FP8_BLOCK
         if weights.num_bits == 8:
-            return FP8_DYNAMIC if activations and activations.dynamic is True else "FP8"
+            per_token = activations is not None and activations.dynamic is True
+            return (FP8_CHANNEL if per_token else FP8).modelopt
         if weights.num_bits == 4:
-            return "NVFP4" if activations else "W4A16_NVFP4"
+            return (NVFP4 if activations else W4A16).modelopt
         return ""
 
 
@@ -147,7 +156,7 @@ def read(quant: JsonObject) -> QuantConfig:
             )  # a linear belongs to the first group that names it
     return QuantConfig(
         method=NAME,
-        algo="MIXED_PRECISION" if len(kinds) > 1 else next(iter(kinds), ""),
+        algo=MIXED if len(kinds) > 1 else next(iter(kinds), ""),
         group=sizes[0] if sizes else None,
         excluded=settings.ignore,
         layers=layers,
@@ -191,10 +200,10 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
 
 
 def settings(
-    formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+    formats: Mapping[str, Format], excluded: list[str], group: int, kv_cache: str | None = None
 ) -> QuantSettings:
     """Return quantization_config for config.json. Parameters: those of WritableDialect."""
-    kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
+    kinds = sorted(set(formats.values()), key=QUANTIZED.index)
     groups: JsonObject = {}
     for i, kind in enumerate(kinds):
         targets = sorted(m for m, f in formats.items() if f == kind)
@@ -213,18 +222,17 @@ def settings(
     return QuantSettings(inline, {})
 
 
-def scheme(kind: str, group: int) -> JsonObject:
+def scheme(kind: Format, group: int) -> JsonObject:
     """Return one config group's settings: weights, activations, format."""
-    nvfp4 = FP8_TENSOR | {"num_bits": 4, "strategy": "tensor_group", "group_size": group}
-    # fp8_channel: one scale per row; activations are scaled per token while serving.
-    weights, activations, form = {
-        "nvfp4": (nvfp4, nvfp4 | {"dynamic": "local"}, NVFP4_FORMAT),
-        "w4a16": (nvfp4, None, NVFP4_FORMAT),
-        "fp8": (FP8_TENSOR, FP8_TENSOR, FP8_FORMAT),
-        "fp8_channel": (
-            FP8_TENSOR | {"strategy": "channel"},
-            FP8_TENSOR | {"strategy": "token", "dynamic": True},
-            FP8_FORMAT,
-        ),
-    }[kind]
-    return {"weights": weights, "input_activations": activations, "format": form}
+    activations: JsonObject | None = None
+    if kind.in_four_bits:
+        weights = FP8_TENSOR | {"num_bits": 4, "strategy": "tensor_group", "group_size": group}
+        if kind.calibrated:
+            activations = weights | {"dynamic": "local"}
+    elif kind.calibrated:
+        weights = activations = FP8_TENSOR
+    else:
+        weights = FP8_TENSOR | {"strategy": "channel"}
+        activations = FP8_TENSOR | {"strategy": "token", "dynamic": True}
+    stored_as = NVFP4_FORMAT if kind.in_four_bits else FP8_FORMAT
+    return {"weights": weights, "input_activations": activations, "format": stored_as}

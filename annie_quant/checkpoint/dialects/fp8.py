@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from annie_quant.checkpoint.linears import (
-    FP8_BLOCK,
     Linear,
     QuantConfig,
     Size,
@@ -19,6 +18,7 @@ from annie_quant.checkpoint.linears import (
 )
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.models.formats import FP8_BLOCK
 
 NAME = "fp8"
 BLOCK = (128, 128)  # rows and columns that share one scale, where the settings name no size

@@ -17,7 +17,6 @@ import numpy as np
 from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import (
-    FP8_DYNAMIC,
     Linear,
     QuantConfig,
     existing,
@@ -29,14 +28,12 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import attention_of
+from annie_quant.models.formats import GROUP, LARGEST_E4M3, MIXED, Format
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.json names it
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST_E4M3 = 448.0
-LARGEST_NVFP4 = 6 * LARGEST_E4M3
-ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_channel": FP8_DYNAMIC}
 
 
 def matches(folder: ModelFolder) -> bool:
@@ -165,29 +162,30 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 
 
 def settings(
-    formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+    formats: Mapping[str, Format], excluded: list[str], group: int, kv_cache: str | None = None
 ) -> QuantSettings:
     """Return quantization_config for config.json, and hf_quant_config.json. Parameters: those of WritableDialect."""
     producer = {"name": NAME, "version": "annie_quant"}
-    algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
-    kinds = set(algorithms.values())
+    kinds = set(formats.values())
     common: JsonObject = {"producer": producer, "quant_method": NAME}
     common |= {"kv_cache_scheme": KV_SCHEME} if kv_cache == "FP8" else {}
     inline: JsonObject
     companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
-    if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
-        algo = "MIXED_PRECISION"
-        layers = {
-            m: {"quant_algo": a} | ({"group_size": group} if "NVFP4" in a else {})
-            for m, a in algorithms.items()
-        }
+    if len(kinds) > 1 or not all(kind.in_four_bits for kind in kinds):
+        algo = MIXED
+        layers = {}
+        for module in sorted(formats):
+            layers[module] = {"quant_algo": formats[module].modelopt}
+            if formats[module].in_four_bits:
+                layers[module]["group_size"] = group
         inline = {"quant_algo": algo, "quantized_layers": layers, **common}
         companion["quantized_layers"] = layers
     else:
-        (algo,) = kinds
+        (kind,) = kinds
+        algo = kind.modelopt
         scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
         config_group = {"weights": dict(scheme), "targets": ["Linear"]}
-        if algo == "NVFP4":
+        if kind.calibrated:
             config_group = {"input_activations": dict(scheme), **config_group}
         inline = {
             "config_groups": {"group_0": config_group},
@@ -210,7 +208,7 @@ def nvfp4_tensors(
     shape: tuple[int, int],
     pack: Callable[[], Iterator[nvfp4.Tensor]],
     tensor_scale: Callable[[], np.float32],
-    group: int = 16,
+    group: int = GROUP,
     input_scale: np.float32 | None = None,
     source_bytes: int | None = None,
 ) -> list[Planned]:

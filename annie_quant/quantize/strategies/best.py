@@ -18,7 +18,8 @@ from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import NVFP4, W4A16, choose
+from annie_quant.models.formats import W4A16, Format
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
@@ -78,7 +79,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
 def plan_model(
     job: Job[Any],
     limits: Limits,
-    four_bit: Mapping[str, str],
+    four_bit: Mapping[str, Format],
     method: Method,
     progress: Progress,
     share: float | None = None,
@@ -104,7 +105,7 @@ def plan_model(
         frontier_plan.planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
     if share is not None:
         four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
-    planned = QuantizationPlan(dict(four_bit))
+    planned = QuantizationPlan.of(four_bit)
     learned, held = held_out.hold_out(samples)
     looked = held_out.HeldOutLook()
     if look and not held:
@@ -124,17 +125,18 @@ def plan_model(
             looked = held_out.compare_with_plain(trials, planned.formats, held, progress)
         del trials  # its model is not needed in memory any more
     announce_size(folder, planned.formats, progress)
-    formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
+    formats = {n: f for n, f in planned.formats.items() if f.in_four_bits and n != HEAD}
     if looked.plain_is_better:
         amax, tokens, _ = calibrated(job, list(formats), progress)
-        result = QuantizationPlan(formats, amax, tokens=tokens)
+        result = QuantizationPlan.of(formats, amax, tokens)
     else:
         # Other limits may follow in the same folder.
         layers = f"layers-{held_out.key_of(formats)[:12]}"
         result = round_model(job, formats, samples, method, progress, layers)
-    result.held_out, result.ingredients = looked.held_out, list(looked.methods)
-    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
-    result.packed |= planned.packed
+    result.linears = planned.linears | result.linears
+    result.frontier = planned.frontier
+    result.held_out = looked.held_out
+    result.ingredients = list(looked.methods)
     result.calibration = text.use
     return result
 

@@ -20,8 +20,9 @@ from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import read_json
 from annie_quant.core.progress import Progress
 from annie_quant.models import short_name
-from annie_quant.quantize.formats import NVFP4, W4A16, choose
-from annie_quant.quantize.plan import QuantizationPlan, export
+from annie_quant.models.formats import NVFP4, W4A16
+from annie_quant.quantize.formats import choose
+from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan, export
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
 UNITS = {
@@ -48,7 +49,7 @@ def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
     folder, file = ModelFolder(job.model), job.options.input_scales
     chosen = choose(folder, job.exclude)
     if not file:
-        return QuantizationPlan(dict.fromkeys(chosen, W4A16), scale=job.scale)
+        return QuantizationPlan.of(dict.fromkeys(chosen, W4A16), scale=job.scale)
     scales = {short_name(name): value for name, value in read_input_scales(file).items()}
     experts = folder.family.experts
     missing = next(
@@ -61,8 +62,8 @@ def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
             "calibrate it, exclude it with --exclude-layers, or leave input_scales out for W4A16",
         )
     shared = folder.family.largest_of_input({m: scales.get(short_name(m), 0.0) for m in chosen})
-    inputs = {m: np.float32(value) for m, value in shared.items()}
-    return QuantizationPlan(dict.fromkeys(chosen, NVFP4), scale=job.scale, input_scales=inputs)
+    linears = {m: PlannedLinear(NVFP4, input_scale=np.float32(s)) for m, s in shared.items()}
+    return QuantizationPlan(linears, job.scale)
 
 
 def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:

@@ -15,7 +15,8 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import FP8, NVFP4, W4A16, choose, excluded
+from annie_quant.models.formats import FP8, NVFP4, W4A16, Format
+from annie_quant.quantize.formats import choose, excluded
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategies.best import plan_model
@@ -36,7 +37,7 @@ LINEARS = ("mlp", "attention", "deltanet")
 
 
 def max_calibrated(
-    formats_of: Callable[[Job[StrategyOptions]], dict[str, str]],
+    formats_of: Callable[[Job[StrategyOptions]], dict[str, Format]],
 ) -> Callable[..., QuantizationPlan]:
     """Return the plan of a strategy with formats that are known before: the largest inputs set the scales."""
 
@@ -48,7 +49,7 @@ def max_calibrated(
     return plan
 
 
-def all_nvfp4(job: Job[StrategyOptions]) -> dict[str, str]:
+def all_nvfp4(job: Job[StrategyOptions]) -> dict[str, Format]:
     return dict.fromkeys(choose(ModelFolder(job.model), job.exclude), NVFP4)
 
 
@@ -62,7 +63,7 @@ NAIVE = Strategy(
 )
 
 
-def mlp_in_nvfp4(job: Job[StrategyOptions]) -> dict[str, str]:
+def mlp_in_nvfp4(job: Job[StrategyOptions]) -> dict[str, Format]:
     return {n: NVFP4 for n in all_nvfp4(job) if ModelFolder(job.model).family.kind_of(n) == "mlp"}
 
 
@@ -77,7 +78,7 @@ MLP_ONLY = Strategy(
 )
 
 
-def weights_only_or_fp8(job: Job[StrategyOptions]) -> dict[str, str]:
+def weights_only_or_fp8(job: Job[StrategyOptions]) -> dict[str, Format]:
     folder = ModelFolder(job.model)
     kind_of = folder.family.kind_of
     head = {n for n in all_linears(folder) if kind_of(n) == "head"} - excluded(

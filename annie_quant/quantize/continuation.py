@@ -27,6 +27,7 @@ from annie_quant.offline import caches
 if TYPE_CHECKING:
     from annie_quant.quantize.layerwise import DecoderLayers
 
+MASK_ALIGNMENT = 16
 ATTENTION = "annie_quant_continued"  # name of `attend` in transformers' registry
 
 
@@ -202,12 +203,10 @@ def attention_to_row(
     grouped = query.view(count, key_heads, -1, steps, head_dim).permute(1, 2, 0, 3, 4)
     mask = None
     if piece.window is not None:
-        steps_of_rows = torch.arange(steps, device=query.device) + torch.from_numpy(begins)[
-            :, None
-        ].to(query.device)
-        columns = torch.arange(first, length, device=query.device) + int(kept.begins[row])
-        visible = steps_of_rows.reshape(-1, 1) - columns < piece.window
-        mask = additive(visible[None], query.dtype).repeat(1, 1, heads // key_heads, 1)
+        positions = np.add.outer(begins, np.arange(steps)).reshape(-1, 1)
+        columns = np.arange(first, length) + kept.begins[row]
+        visible = torch.from_numpy(positions - columns < piece.window).to(query.device)
+        mask = additive(visible.repeat(heads // key_heads, 1)[None], query.dtype)
     output, log_sum = attention(
         grouped.reshape(1, key_heads, -1, head_dim), keys, values, scale, mask
     )
@@ -246,8 +245,11 @@ def attention(
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what attention adds to its scores, [B, 1, T, L], for the visible columns, bool [B, T, L]."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    columns = visible.shape[-1]
+    # The kernels of a GPU read rows that begin at multiples of 16 elements.
+    stride = -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    mask = torch.zeros((*visible.shape[:-1], stride), dtype=dtype, device=visible.device)
+    return mask[..., :columns].masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)

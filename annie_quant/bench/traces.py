@@ -37,7 +37,6 @@ from annie_quant.judge.workloads import Case, Turn, Workload
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 
-MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_ANSWER_TOKENS = 1 << 17
 MAX_LINE_BYTES = 1 << 28
@@ -49,7 +48,7 @@ ANSWER_TOKENS = 256  # of a recorded length that is 0
 def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
     problems = Problems()
-    sample = _sampled(read_logs(list(paths), problems, MAX_CHARACTERS), n, seed)
+    sample = _sampled(read_logs(list(paths), problems), n, seed)
     if not sample:
         reasons = "; ".join(problems.lines()) or "no records"
         raise UsageError(
@@ -253,7 +252,7 @@ def _log_trace(path: PathLike, n: int) -> Workload:
     problems = Problems()
     lengths: list[int] = []
     requests: list[_TimedCase] = []
-    for number, conversation in enumerate(read_logs([path], problems, MAX_CHARACTERS)):
+    for number, conversation in enumerate(read_logs([path], problems)):
         prompt = list(conversation.messages)
         answers = [] if prompt[-1]["role"] in ("user", "tool") else [prompt.pop()]
         if conversation.time_s is None or not prompt:

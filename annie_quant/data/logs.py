@@ -31,7 +31,7 @@ from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LINE = 16_000_000  # bytes
-MAX_CHARACTERS = 60_000  # of one conversation
+MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens, more than any model reads
 BATCH_ROWS = 256
 Record = tuple[str, object]  # its place (file and line), and its content
 
@@ -61,20 +61,18 @@ class Problems:
 def read_logs(
     paths: Iterable[str | os.PathLike[str]],
     problems: Problems | None = None,
-    most_characters: int = MAX_CHARACTERS,
 ) -> Iterator[Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
-    problems: counts what cannot be used.
-    most_characters: larger conversations are counted in `problems`.
+    problems: counts what cannot be used, also conversations of more than MAX_CHARACTERS.
     Raises UsageError for a path that does not exist or cannot be read.
     """
     problems = Problems() if problems is None else problems
     for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
         for conversation in _read_file(path, problems):
-            if conversation.characters > most_characters:
+            if conversation.characters > MAX_CHARACTERS:
                 problems.add(
-                    f"longer than {most_characters:,} characters", conversation.source or path.name
+                    f"longer than {MAX_CHARACTERS:,} characters", conversation.source or path.name
                 )
                 continue
             conversation.source = path.name

@@ -23,6 +23,7 @@ from __future__ import annotations
 import codecs
 import functools
 import itertools
+import logging
 import math
 import os
 import re
@@ -41,6 +42,8 @@ from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents.persona import Persona, Tool, built_in, load_persona
 from annie_quant.judge.checks.text import leaked, markdown_in
+
+log = logging.getLogger(__name__)
 
 THRESHOLD = 0.85
 CONTRACTIONS = {
@@ -248,6 +251,8 @@ def dataset_rows(path: Path) -> list[JsonObject]:
             f"{path} has no conversation with an answer: {reasons}",
             "annie-quant data --persona annie",
         )
+    if problems.counts:
+        log.warning("annie-quant: %s: not used: %s", path, "; ".join(problems.lines()))
     return rows
 
 

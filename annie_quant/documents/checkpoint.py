@@ -193,6 +193,7 @@ class CalibrationUse(msgspec.Struct):
     longest: tokens of the longest one.
     limit: most tokens of a conversation.
     prefix: tokens of the prefix that saves the most, which `prefix_conversations` share.
+    in_file: number of conversations in the file, of which --calib-samples takes `of`; 0 where it is not known.
     left_out: why other conversations or answers were not used, with their number.
     """
 
@@ -204,6 +205,7 @@ class CalibrationUse(msgspec.Struct):
     limit: int
     prefix: int = 0
     prefix_conversations: int = 0
+    in_file: int = 0
     left_out: list[str] = []
 
     def line(self) -> str:
@@ -212,6 +214,8 @@ class CalibrationUse(msgspec.Struct):
         parts = [
             f"{self.conversations:,} of {self.of:,} conversations, {total} tokens, longest {self.longest:,}"
         ]
+        if self.in_file > self.of:
+            parts.append(f"--calib-samples {self.of:,} of {self.in_file:,} in the file")
         if self.prefix:
             parts.append(f"prefix of {self.prefix:,} shared by {self.prefix_conversations:,}")
         if self.left_out:

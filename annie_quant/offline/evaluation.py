@@ -9,6 +9,7 @@ conclude  gates, counts and verdicts are made from the answers, without a model 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.core import files
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.core.untrusted import JsonObject
+from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.data.rows import Rows, read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.documents.persona import Persona
@@ -212,7 +213,8 @@ def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
     workloads, n_repeated = judge.distinct_prompts(workloads)
     numerics, skipped = choose(job.numerics, profiles_of(pair.model))
     numerics = numerics[:1] if job.quick else numerics
-    conversations = conversation_answers(pair.template, job.conversations)
+    not_located: Counter[str] = Counter()
+    conversations = conversation_answers(pair.template, job.conversations, not_located)
     compares = compares_with_reference(workloads)
     workloads = [
         replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads
@@ -226,6 +228,9 @@ def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
         notes.append(f"quick: {numerics[0]} alone; a verdict can depend on one arithmetic")
     if n_repeated:
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
+    notes += length_notes(job.reference, answered)
+    for reason, count in not_located.items():
+        notes.append(f"{count} of {len(job.conversations)} conversations are not scored: {reason}")
     notes += shortages(workloads, job.n_per_gate or 0)
     notes += template_notes(pair.template, workloads)
     for workload in workloads:
@@ -414,6 +419,18 @@ def model_notes(numerics: Sequence[str], skipped: Sequence[str], model: nn.Modul
             "a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8"
         )
     return lines
+
+
+def length_notes(reference: Path, answered: Sequence[Answered]) -> list[str]:
+    """Return a note if prompts are longer than the model's context."""
+    context = integer(ModelFolder(reference).text_config.get("max_position_embeddings"))
+    longest = max((len(a.request.prompt) for a in answered), default=0)
+    if not context or longest <= context:
+        return []
+    count = sum(len(a.request.prompt) > context for a in answered)
+    return [
+        f"{count} prompts are longer than the model's context of {context:,} tokens (the longest {longest:,}): servers refuse them"
+    ]
 
 
 def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:

@@ -5,11 +5,11 @@ Prompts are rendered by the reference's own chat template, always with `enable_t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -381,12 +381,20 @@ class AnswerNotLocated(ValueError):
     """A conversation of which no answer can be located in the chat template's text. The message is the reason."""
 
 
-def conversation_answers(template: Template, rows: Iterable[JsonObject]) -> list[ScoredAnswer]:
-    """Return every assistant message of every conversation with its prompt. Rows without one that is located are left out."""
+def conversation_answers(
+    template: Template, rows: Iterable[JsonObject], not_located: Counter[str] | None = None
+) -> list[ScoredAnswer]:
+    """Return every assistant message of every conversation with its prompt.
+
+    not_located: counts the rows without one that is located, by reason.
+    """
     answers = []
     for row in rows:
-        with contextlib.suppress(AnswerNotLocated):
+        try:
             answers += answers_of_row(template, row)
+        except AnswerNotLocated as error:
+            if not_located is not None:
+                not_located[str(error)] += 1
     return answers
 
 

@@ -65,8 +65,10 @@ def read_whole_conversations(job: Job[StrategyOptions], progress: Progress) -> C
 
 
 def _read(job: Job[StrategyOptions], progress: Progress, of_row: SamplesOfRow) -> CalibrationText:
-    rows = read_conversations(job.conversations, job.calib_samples)
+    every = read_conversations(job.conversations)
+    rows = read_conversations(every, job.calib_samples)
     text = text_of_rows(job.model, rows, job.calib_tokens, of_row)
+    text.use.in_file = len(every)
     progress.message(f"calibration: {text.use.line()}")
     return text
 

@@ -165,7 +165,12 @@ def measure_inputs(
 ) -> dict[str, float]:
     """Return unit → divergence with its inputs rounded, in nats per response token; weights are the source's."""
     positions = POSITIONS if device_kind() == "cpu" else math.inf
-    trials = StoredTrials(job, "input_shares.json", answers_to_score(samples, TOKENS, positions))
+    answers = answers_to_score(samples, TOKENS, positions)
+    trials = StoredTrials(job, "input_shares.json", answers)
+    scored = sum(len(a.decides) for a in answers)
+    progress.message(
+        f"each trial scores {len(answers)} of {len(samples)} answers, {scored:,} tokens"
+    )
     waiting = [u for u in units if u not in trials.figures]
     amax: dict[str, float] = {}
     if waiting:

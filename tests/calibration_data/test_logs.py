@@ -197,14 +197,26 @@ def test_another_text_log_has_no_conversation():
 
 
 def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
-    rows = [{"messages": [USER]}, {"messages": [USER, {"role": "user", "content": "x" * 70_000}]}]
+    rows = [
+        {"messages": [USER]},
+        {"messages": [USER, {"role": "user", "content": "x" * 2_000_000}]},
+    ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = Problems()
     assert len(list(read_logs([tmp_path / "log.jsonl"], problems))) == 1
     assert list(problems.lines()) == [
-        "1 × longer than 60,000 characters (first: log.jsonl, line 2)"
+        "1 × longer than 2,000,000 characters (first: log.jsonl, line 2)"
     ]
-    assert len(list(read_logs([tmp_path / "log.jsonl"], most_characters=80_000))) == 2
+
+
+def test_an_agents_long_conversation_is_read_whole(tmp_path):
+    """A prompt of 30,000 tokens and its tools have over 120,000 characters."""
+    system = {"role": "system", "content": "a rule " * 20_000}
+    (tmp_path / "log.jsonl").write_text(json.dumps({"messages": [system, USER]}) + "\n")
+    problems = Problems()
+    (conversation,) = read_logs([tmp_path / "log.jsonl"], problems)
+    assert conversation.system == system["content"]
+    assert not list(problems.lines())
 
 
 @pytest.mark.parametrize(

@@ -98,15 +98,17 @@ def test_the_longest_rows_are_left_out_where_memory_is_short(
 
 @pytest.mark.parametrize("strategy", ["naive", "gptq", "awq_lite"])
 def test_what_was_used_is_reported_and_stored(strategy: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", rows_with_prompt(2500, 4))
+    file = write(tmp_path / "rows.jsonl", rows_with_prompt(2500, 5))
     lines: list[str] = []
-    quantize.run(strategy, TINY_ANNIE, tmp_path / "out", calib_data=file, report=lines.append)
-    used = json.loads((tmp_path / "out" / "annie_quant.json").read_text())["calibration"]
+    out = tmp_path / "out"
+    quantize.run(strategy, TINY_ANNIE, out, file, calib_samples=4, report=lines.append)
+    used = json.loads((out / "annie_quant.json").read_text())["calibration"]
     assert (used["conversations"], used["of"]) == (4, 4)
     assert used["limit"] == 4096
     reported = [line for line in lines if line.startswith("calibration: ")]
     assert len(reported) == 1
     assert f"4 of 4 conversations, {used['tokens']:,} tokens" in reported[0]
+    assert "--calib-samples 4 of 5 in the file" in reported[0]
 
 
 def test_no_checkpoint_is_written_from_fewer_than_half(tmp_path: Path) -> None:

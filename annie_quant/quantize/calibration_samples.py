@@ -27,7 +27,6 @@ RESPONSE: TokenWeights = {
 }
 # A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
 MANNERS_RESPONSE: TokenWeights = {**RESPONSE, TOOL_MARKUP: 8.0, END_OF_TURN: 8.0}
-BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -77,27 +76,11 @@ class TokenBatch:
         return (self.kinds != PADDING).sum(1)
 
 
-def make_batches(
-    samples: Sequence[CalibrationSample], tokens: int = BATCH_TOKENS
-) -> list[TokenBatch]:
-    """Return batches of samples of similar length, at most `tokens` positions per batch."""
-    batches: list[TokenBatch] = []
-    waiting: list[CalibrationSample] = []
-    for sample in sorted(samples, key=lambda s: len(s.ids)):
-        if waiting and (len(waiting) + 1) * len(sample.ids) > tokens:
-            batches.append(padded(waiting))
-            waiting = []
-        waiting.append(sample)
-    return [*batches, padded(waiting)] if waiting else batches
-
-
 def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     """Return samples as one batch, padded on the right to the longest."""
     width = max(len(s.ids) for s in samples)
-    ids, kinds = (
-        np.zeros((len(samples), width), np.int64),
-        np.full((len(samples), width), PADDING, np.int64),
-    )
+    ids = np.zeros((len(samples), width), np.int64)
+    kinds = np.full((len(samples), width), PADDING, np.int64)
     for i, sample in enumerate(samples):
         ids[i] = np.resize(sample.ids, width)
         kinds[i, : len(sample.kinds)] = sample.kinds

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     """Return the plan with the trained weights of all linears and the scales of their training."""
-    folder, options = ModelFolder(job.model), job.options
-    family, kind = folder.family, four_bit_format(options.activations)
+    folder = ModelFolder(job.model)
+    options = job.options
+    family = folder.family
+    kind = four_bit_format(options.activations)
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
@@ -99,7 +101,8 @@ class FakeLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, weight_amax: float, input_amax: float) -> FakeLinear:
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight.requires_grad_(True), linear.bias
+        new.weight = linear.weight.requires_grad_(True)
+        new.bias = linear.bias
         device = linear.weight.device
         new.register_buffer(
             "weight_amax", torch.tensor(weight_amax, dtype=torch.float32, device=device)
@@ -137,7 +140,8 @@ class Distillation(Trainer):
     def __init__(self, teacher: nn.Module, progress: Progress, **more: Any) -> None:
         super().__init__(**more)
         self.remove_callback(PrinterCallback)
-        self.teacher, self.progress = teacher.eval().requires_grad_(False), progress
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.progress = progress
         self.table = torch.tensor(
             [text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)]
         )
@@ -146,7 +150,8 @@ class Distillation(Trainer):
         """Report the loss."""
         super().log(logs, start_time)
         if "loss" in logs:
-            done, steps = self.state.global_step, self.state.max_steps
+            done = self.state.global_step
+            steps = self.state.max_steps
             self.progress.update(
                 done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}"
             )
@@ -154,7 +159,8 @@ class Distillation(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *args: object, **kwargs: object
     ) -> torch.Tensor:
-        ids, kinds = inputs["input_ids"], inputs["kinds"]
+        ids = inputs["input_ids"]
+        kinds = inputs["kinds"]
         weight = self.table.to(ids.device)[kinds]  # text.PADDING is -1, the table's last element
         positions = (weight > 0).any(0).nonzero().squeeze(-1)
         used = weight[:, positions] > 0

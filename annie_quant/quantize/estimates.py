@@ -166,14 +166,16 @@ def estimate(
     part = strategies.find(strategy)
     part.settings(options or {})  # refuses settings that the strategy does not have
     whole = part.cost.whole_model
-    published, layerwise = published_sizes().get(str(model)), part.cost.layerwise
+    published = published_sizes().get(str(model))
+    layerwise = part.cost.layerwise
     if not published:
         config = ModelFolder(model).config
         strategies.check_family(part, config)
         layerwise &= not part.any_family or models.is_known(config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK if published else measure())
-    cost, counts = part.cost, size.counts
+    cost = part.cost
+    counts = size.counts
     size_bytes = sum(n * part.bits(kind) / 8 for kind, n in counts.items())
     weights = sum(counts.values())
     body = weights - counts.get("embedding", 0)
@@ -295,25 +297,25 @@ def calibration_seconds(
 ) -> dict[str, float]:
     """Return the durations of what calibration does. rounded: number of weights that are rounded."""
     positions = text.computed
-    hidden, width, layers, mlp = (
-        size.hidden_size,
-        size.intermediate_size,
-        size.layers,
-        size.counts.get("mlp", 0),
-    )
+    hidden = size.hidden_size
+    width = size.intermediate_size
+    layers = size.layers
+    mlp = size.counts.get("mlp", 0)
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
     rate = (
         rates.float32_flop_s
         if in_float32(2 * sum(size.counts.values()), rates.on_cpu)
         else rates.flop_s
     )
-    tokens, rounds = cost.passes * positions, 1
+    tokens = cost.passes * positions
+    rounds = 1
     if cost.held_out_look and rates.on_cpu:  # trials have few tokens there, and rounding counts
         from annie_quant.quantize import held_out, mixed_formats
 
         trials = mixed_formats.BANDS * min(positions, mixed_formats.POSITIONS)
         scored = 4 * min(positions, held_out.TRIAL_POSITIONS["cpu"])
-        tokens, rounds = trials + scored + 2 * positions, 2
+        tokens = trials + scored + 2 * positions
+        rounds = 2
     activations = (
         4 * tokens * layers * (20 * hidden + 6 * width)
     )  # bytes that norms, attention, gates read and write
@@ -363,7 +365,8 @@ def size_of_folder(folder: Path) -> ModelSize:
         counts[shards.family.kind_of(name)] += shards.info(name).elements
     config = shards.text_config
     experts = shards.family.experts
-    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    layers = config.get("num_hidden_layers")
+    hidden = config.get("hidden_size")
     if not isinstance(layers, int) or not isinstance(hidden, int) or min(layers, hidden) < 1:
         raise CheckpointError(
             f"{folder}/config.json has no num_hidden_layers and hidden_size, so nothing can be estimated",
@@ -410,7 +413,8 @@ def measure() -> Rates:
     finally:
         torch.set_num_threads(threads)
     if device == "cuda":
-        flop_s, float32 = matmul(device, torch.bfloat16), matmul(device, torch.float32)
+        flop_s = matmul(device, torch.bfloat16)
+        float32 = matmul(device, torch.float32)
     description = (
         f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s (float32 {float32 / 1e12:,.2f}), "
         f"memory {copy / 1e9:,.0f} GB/s, codec {encode / 1e9:,.1f} GB/s"

@@ -23,14 +23,13 @@ from annie_quant.core.progress import Progress
 from annie_quant.models import Family, LinearInput
 from annie_quant.models.formats import LARGEST_NVFP4, NVFP4
 from annie_quant.offline.codec import fake_quant, round_weight, to_numpy
-from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING, PROMPT
 from annie_quant.quantize.calibration_text import read_answers
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.input_stats import LargestInput
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.shared_text import arrange, can_share
+from annie_quant.quantize.shared_text import arrange
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 ALPHAS = tuple(i / 20 for i in range(21))
@@ -52,7 +51,7 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
     formats = dict.fromkeys(choose(folder, job.exclude), NVFP4)
     announce_size(folder, formats, progress)
     calibration = read_answers(job, progress)
-    text = arrange(calibration.samples, device_kind(), can_share(folder))
+    text = arrange(calibration.samples)
     model = DecoderLayers(folder, text.batches, progress, "folding")
     plan = QuantizationPlan.of(formats)
     plan.calibration = calibration.use
@@ -134,7 +133,8 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> F
     counts: how many positions of each kind a code of the text stands for, float32 [codes, KINDS].
     Nothing is folded into routed experts: the router reads the norm before them, too.
     """
-    folder, family = layer.model.folder, layer.model.folder.family
+    folder = layer.model.folder
+    family = layer.model.folder.family
     codes = [torch.from_numpy(b.kinds[b.kinds != PADDING]) for b in layer.model.batches]
     positions = counts.cpu()[torch.cat(codes)].double().sum(0)
     of_prompts = float(positions[PROMPT])
@@ -148,7 +148,8 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> F
     state = layer.model.states[0][:1, :VERIFIED_TOKENS].float()
     layer.advance({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
-    after, scales = dict(before), {}
+    after = dict(before)
+    scales = {}
     for site in family.inputs:
         readers = [r for r in site.linears if f"{layer.name}.{r}" in chosen]
         # Rows that are stored in 16 bits cannot take a scale exactly.
@@ -167,7 +168,8 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> F
     for first, observer in observers.items():
         result.tokens[f"{layer.name}.{first}"] = observer.tokens
     for group in layer.groups():
-        if sampler := samplers.get(group[0]):
+        sampler = samplers.get(group[0])
+        if sampler:
             top = sampler.amax(scales.get(group[0]))
         elif observers[group[0]].tokens:
             top = observers[group[0]].amax()
@@ -184,11 +186,13 @@ def search_scale(
 
     Alpha 0 without the weights' means leaves everything as it is.
     """
-    x, mean = sampler.inputs(), sampler.mean()
+    x = sampler.inputs()
+    mean = sampler.mean()
     mean = mean.clamp_min(WEAKEST * float(mean.mean())).clamp_min(1e-8)
     plain = [weights[f"{r}.weight"] for r in readers]
     expected = [x @ w.T for w in plain]
-    best, least = torch.ones_like(mean), float("inf")
+    best = torch.ones_like(mean)
+    least = float("inf")
     magnitude = torch.cat(plain).abs().mean(0)
     magnitude = magnitude.clamp_min(WEAKEST * float(magnitude.mean())).clamp_min(1e-8)
     for s in (*(mean**a for a in ALPHAS), *(mean**a / magnitude ** (1 - a) for a in ALPHAS[:-1])):
@@ -201,7 +205,8 @@ def search_scale(
         for w, y in zip(scaled, expected, strict=True):
             error += float((rounded @ round_weight(w, tensor_scale).T - y).square().sum())
         if error < least:
-            best, least = s, error
+            best = s
+            least = error
     return best
 
 
@@ -212,7 +217,8 @@ def verify(
     after: dict[str, torch.Tensor],
 ) -> None:
     """Check that the folded layer's outputs for hidden states, in float32, are those of the source's layer."""
-    module, model = layer.module, layer.model
+    module = layer.module
+    model = layer.model
     with torch.inference_mode():
         module.load_state_dict(before, assign=True)
         expected = model.forward(module, state)
@@ -251,7 +257,8 @@ def fold(
     producer = weights[name]
     if site.fold == "rows":
         weights[name] = producer / s[:, None]
-        if (bias := f"{site.producer}.bias") in weights:
+        bias = f"{site.producer}.bias"
+        if bias in weights:
             weights[bias] = weights[bias] / s
     else:
         one = 1.0 if family.adds_one(name) else 0.0

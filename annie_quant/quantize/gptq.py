@@ -42,7 +42,9 @@ class Sampling:
     """
 
     def __init__(self, table: torch.Tensor, least: float) -> None:
-        self.least, self.total = least, 0.0  # total: of the weights below `least` so far
+        # total: of the weights below `least` so far
+        self.least = least
+        self.total = 0.0
         self.needed = bool(((table > 0) & (table < least)).any())
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
@@ -78,8 +80,12 @@ class Hessian:
     """
 
     def __init__(self, table: torch.Tensor, least: float = 0.0, fast: bool = False) -> None:
-        self.table, self.fast = table, fast
-        self.weight, self.amax, self.not_finite, self.tokens = 0.0, 0.0, 0, 0
+        self.table = table
+        self.fast = fast
+        self.weight = 0.0
+        self.amax = 0.0
+        self.not_finite = 0
+        self.tokens = 0
         self.sampling = Sampling(table, least)
         self.total: torch.Tensor | None = None
 
@@ -199,7 +205,8 @@ def round_columns(
     w = weight.take(factor.order, 1).astype(np.float32)
     importance = 1 / np.square(factor.upper.diagonal())
     packed = nvfp4.gptq(w, factor.upper, tensor_scale, scale, importance=importance)
-    place, blocks = np.argsort(factor.order), np.argsort(factor.order[::GROUP] // GROUP)
+    place = np.argsort(factor.order)
+    blocks = np.argsort(factor.order[::GROUP] // GROUP)
     codes = np.stack((packed.codes & 15, packed.codes >> 4), -1).reshape(w.shape).take(place, 1)
     codes = codes[:, ::2] | codes[:, 1::2] << 4
     return replace(packed, codes=codes, block_scale=packed.block_scale.take(blocks, 1)), w.take(
@@ -290,7 +297,8 @@ class Sweep:
         cls, w: torch.Tensor, upper: torch.Tensor, tensor_scale: torch.Tensor, candidates: range
     ) -> Sweep:
         """Return the sweep of a weight of which no column is rounded yet."""
-        rows, blocks = w.shape[0], w.shape[1] // GROUP
+        rows = w.shape[0]
+        blocks = w.shape[1] // GROUP
         chosen = torch.zeros(blocks, rows, dtype=torch.uint8, device=w.device)
         loss = torch.zeros(rows, dtype=torch.float64, device=w.device)
         return cls(
@@ -329,7 +337,8 @@ def sweep(
         upper = (
             upper.contiguous()
         )  # not on a CPU, where another layout changes the rounding of products
-    state, columns = Sweep.of(w, upper, tensor_scale, candidates), w.shape[1]
+    state = Sweep.of(w, upper, tensor_scale, candidates)
+    columns = w.shape[1]
     for first in range(0, columns, WINDOW):
         last = min(first + WINDOW, columns)
         errors = w.new_empty(len(w), last - first)
@@ -343,20 +352,25 @@ def sweep(
             w[:, last:] -= errors @ upper[first:last, last:]
     inverse = torch.argsort(permutation)
     blocks = torch.argsort(permutation.view(-1, GROUP)[:, 0] // GROUP)
-    codes, step = state.codes[:, inverse], state.steps[blocks].T.contiguous()
+    codes = state.codes[:, inverse]
+    step = state.steps[blocks].T.contiguous()
     chosen = state.chosen[blocks].T.contiguous()
     return Rounded(codes, chosen, step, dequantized(codes, step), state.loss)
 
 
 def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
     """Round columns start .. start + 15 with the best of the candidates. errors: float32 [N, 16], written."""
-    end, index, w = start + GROUP, start // GROUP, state.w
-    corner, table = state.upper[start:end, start:end], e4m3_steps(w.device)
+    end = start + GROUP
+    index = start // GROUP
+    w = state.w
+    corner = state.upper[start:end, start:end]
+    table = e4m3_steps(w.device)
     relative = torch.tensor(state.candidates, device=w.device)
     tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(state.candidates)))
     for top in range(0, len(w), tile):
         part = slice(top, min(len(w), top + tile))
-        block, tensor_scale = w[part, start:end], state.tensor_scale[part]
+        block = w[part, start:end]
+        tensor_scale = state.tensor_scale[part]
         nearest = amax_codes(block[:, None], tensor_scale).T
         tried = (nearest + relative[:, None]).clamp(1, E4M3_CODES)
         step = table[tried] * tensor_scale
@@ -378,7 +392,8 @@ def round_block(
     corner: the factor's 16 x 16 part.  Returns E2M1 values and errors [16, C, N], and the loss [C, N].
     """
     work = block.T[:, None, :].repeat(1, step.shape[0], 1)
-    codes, errors = torch.empty_like(work), torch.empty_like(work)
+    codes = torch.empty_like(work)
+    errors = torch.empty_like(work)
     total = torch.zeros_like(step)
     for i in range(GROUP):
         codes[i] = codec.to_e2m1(work[i] / step)

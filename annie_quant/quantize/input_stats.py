@@ -24,12 +24,11 @@ from annie_quant.core.progress import Progress
 from annie_quant.documents import CalibrationUse
 from annie_quant.models.formats import LARGEST_E4M3, Format
 from annie_quant.offline.loading import load
-from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.calibration_text import read_answers, read_whole_conversations
 from annie_quant.quantize.layerwise import DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.shared_text import arrange, can_share
+from annie_quant.quantize.shared_text import arrange
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
@@ -40,19 +39,20 @@ def coverage_line(tokens: Mapping[str, int]) -> str:
     """Return how many experts saw enough calibration tokens. tokens: of QuantizationPlan."""
     experts = {name.rpartition(".")[0]: count for name, count in tokens.items()}
     unseen = [name for name, count in experts.items() if not count]
-    line = f"expert coverage: {sum(n >= FEW for n in experts.values())} of {len(experts)} experts saw {FEW} tokens or more"
-    return line + (
-        f"; {len(unseen)} saw none ({', '.join(unseen[:3])}{' …' if unseen[3:] else ''})"
-        if unseen
-        else ""
-    )
+    covered = sum(count >= FEW for count in experts.values())
+    line = f"expert coverage: {covered} of {len(experts)} experts saw {FEW} tokens or more"
+    if not unseen:
+        return line
+    more = " …" if unseen[3:] else ""
+    return f"{line}; {len(unseen)} saw none ({', '.join(unseen[:3])}{more})"
 
 
 class LargestInput:
     """Observes one input: the largest |x| of each column, from calls with x [n, K] and kinds [n]. name: for messages."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.tokens = name, 0
+        self.name = name
+        self.tokens = 0
         self.largest: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
@@ -111,23 +111,20 @@ def largest_inputs(
 
     samples: one per conversation.
     """
-    text = arrange(samples, device_kind(), can_share(folder))
+    text = arrange(samples)
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
-    chosen, amax, tokens = set(linears), dict[str, float](), dict[str, int]()
+    chosen = set(linears)
+    amax: dict[str, float] = {}
+    tokens: dict[str, int] = {}
     for layer in model:
-        groups = [
-            g
-            for g in (
-                [n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()
-            )
-            if g
-        ]
+        groups = layer.chosen_groups(chosen)
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
-        amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
-        tokens |= {
-            f"{layer.name}.{g[0]}": observers[g[0]].tokens for g in groups if layer.experts_of(g[0])
-        }
+        for group in groups:
+            observer = observers[group[0]]
+            amax |= dict.fromkeys((f"{layer.name}.{name}" for name in group), observer.amax())
+            if layer.experts_of(group[0]):
+                tokens[observer.name] = observer.tokens
     return amax, tokens
 
 
@@ -191,7 +188,7 @@ def largest_keys_and_values(
 ) -> dict[str, tuple[float, float]]:
     """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
     folder = ModelFolder(model)
-    text = arrange(samples, device_kind(), can_share(folder))
+    text = arrange(samples)
     layers = DecoderLayers(folder, text.batches, progress, "calibrating the KV cache")
     tops: dict[str, tuple[float, float]] = {}
     for layer in layers:

@@ -95,7 +95,8 @@ def stages(layer: DecoderLayer, advance: bool = True) -> Iterator[RoundingStage]
 
 def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None:
     """Return the mixer and the MLP of a layer that is x + mixer(norm(x)) and then x + mlp(norm(x)); None of any other layer."""
-    family, blocks = layer.model.folder.family, []
+    family = layer.model.folder.family
+    blocks = []
     for read in family.inputs:
         inputs = [n for n in read.linears if n in layer.linears]
         if read.fold == "norm" and not read.per_head and inputs:
@@ -115,7 +116,8 @@ def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None
 
 def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> bool:
     """Return whether the two blocks, one after the other, compute what the layer computes for a few tokens of the first batch."""
-    module, state = layer.module, layer.model.states[0][:1, :PROBE]
+    module = layer.module
+    state = layer.model.states[0][:1, :PROBE]
     run = partial(layer.model.forward, module)
     with torch.inference_mode():
         try:
@@ -146,7 +148,9 @@ class RealTokens:
     """The real tokens inside one layer, all batches in turn. rows: their hidden states [n, hidden].  kinds: int64 [n]."""
 
     def __init__(self, layer: DecoderLayer) -> None:
-        self.layer, self.model, self.module = layer, layer.model, layer.module
+        self.layer = layer
+        self.model = layer.model
+        self.module = layer.module
         kinds = [
             torch.from_numpy(b.kinds.reshape(-1)).to(self.model.device) for b in self.model.batches
         ]
@@ -222,7 +226,9 @@ class LastInputs:
     def __init__(
         self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]
     ) -> None:
-        self.text, self.linear, self.run = text, linear, run
+        self.text = text
+        self.linear = linear
+        self.run = run
         size = len(text.rows) * linear.in_features * text.rows.element_size()
         self.stored: list[Part] | None = None
         self.keep = size <= KEPT_INPUTS

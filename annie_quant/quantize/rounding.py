@@ -39,12 +39,13 @@ from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.shared_text import arrange, can_share
+from annie_quant.quantize.shared_text import arrange
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 log = logging.getLogger(__name__)
 
-OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
+OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+NUMBER = re.compile(r"\d+")
 HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 have 4.6 GB
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
 MAX_CHANGE = 0.19
@@ -95,14 +96,13 @@ class LayerResult:
     @classmethod
     def load(cls, path: Path) -> LayerResult:
         """Read a file of save()."""
-        arrays, result = safetensors.numpy.load_file(path), cls()
+        arrays = safetensors.numpy.load_file(path)
+        result = cls()
         for key, array in arrays.items():
             field_name, _, name = key.partition(".")
             if field_name == "codes":
-                scales, scale = (
-                    arrays[f"block_scale.{name}"].view(nvfp4.E4M3),
-                    arrays[f"tensor_scale.{name}"],
-                )
+                scales = arrays[f"block_scale.{name}"].view(nvfp4.E4M3)
+                scale = arrays[f"tensor_scale.{name}"]
                 shape = (array.shape[0], array.shape[1] * 2)
                 result.packed[name] = nvfp4.Tensor(array, scales, np.float32(scale), shape, GROUP)
             elif field_name == "amax":
@@ -133,17 +133,16 @@ class LayerRounder:
     fast = False  # of Hessian
 
     def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
-        self.layer, self.task = layer, task
-        chosen = (
-            [n for n in group if f"{layer.name}.{n}" in task.linears] for group in layer.groups()
-        )
-        self.groups = [group for group in chosen if group]
+        self.layer = layer
+        self.task = task
+        self.groups = layer.chosen_groups(task.linears)
         self.result = LayerResult()
         self.warnings: list[str] = []
 
     def round(self) -> LayerResult:
         """Return the rounded layer. Its outputs become the next layer's inputs, except those of the last layer."""
-        result, tops = self.result, self.largest_weights()
+        result = self.result
+        tops = self.largest_weights()
         for stage in stages(self.layer, advance=not self.layer.last):
             for groups in self.passes([g for g in self.groups if g[0] in stage.linears]):
                 hessians = self.hessians(stage, groups)
@@ -171,7 +170,8 @@ class LayerRounder:
     def passes(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
         """Yield the groups of a stage that one pass over the text observes: their Hessians have at most HESSIAN_BYTES."""
         sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
-        yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
+        for run in split_by_size(sizes, HESSIAN_BYTES):
+            yield [groups[i] for i in run]
 
     def hessians(
         self, stage: RoundingStage, groups: Sequence[Sequence[str]]
@@ -205,7 +205,8 @@ class LayerRounder:
             group[0]
         ):  # reported by the coverage of experts
             return None
-        mean, reason = hessian.mean(), hessian.unusable()
+        mean = hessian.mean()
+        reason = hessian.unusable()
         if mean is not None and not reason:
             try:
                 return gptq.factor(mean, self.task.method.damping)
@@ -220,16 +221,17 @@ class LayerRounder:
 
     def largest_weights(self) -> dict[str, float]:
         """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
-        names = [n for group in self.groups for n in group]
-        tops = {
-            f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
-            for n in names
-        }
+        tops = {}
+        for group in self.groups:
+            for name in group:
+                weight = self.layer.linears[name].weight.detach()
+                tops[f"{self.layer.name}.{name}"] = float(weight.abs().max())
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def warn(self, group: Sequence[str], message: str) -> None:
         warning = f"{', '.join(self.full(group))}: {message}"
-        self.warnings += [warning] if warning not in self.warnings else []
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
 
 class StreamRounder(LayerRounder):
@@ -255,7 +257,8 @@ class StreamRounder(LayerRounder):
 
     def measure(self) -> None:
         """Run the source's layer on its own states. Sets the largest inputs, and the groups' order: that in which they run."""
-        model, top = self.layer.model, dict[str, float]()
+        model = self.layer.model
+        top = dict[str, float]()
 
         def observer(name: str, x: torch.Tensor, kinds: torch.Tensor) -> None:
             largest = x.abs().amax(-1).float()
@@ -267,7 +270,10 @@ class StreamRounder(LayerRounder):
         model.states = rounded
         running = list(top)
         self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
-        amax = {n: top[g[0]] for g in self.groups if g[0] in top for n in self.full(g)}
+        amax: dict[str, float] = {}
+        for group in self.groups:
+            if group[0] in top:
+                amax |= dict.fromkeys(self.full(group), top[group[0]])
         shared = model.folder.family.largest_of_input(amax)
         self.result.amax |= {
             n.removeprefix(f"{self.layer.name}."): value for n, value in shared.items()
@@ -286,12 +292,15 @@ class StreamRounder(LayerRounder):
         A linear that changes by MAX_CHANGE or more has too few tokens in the text: its damping is raised.
         """
         weights = [self.layer.linears[n].weight.detach().float() for n in group]
-        sizes, weight = [len(w) for w in weights], torch.cat(weights)
+        sizes = [len(w) for w in weights]
+        weight = torch.cat(weights)
         scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
         scale = torch.cat(
             [torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)]
         )
-        mean, reason, result = hessian.mean(), hessian.unusable(), None
+        mean = hessian.mean()
+        reason = hessian.unusable()
+        result = None
         for raised in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:
@@ -306,7 +315,8 @@ class StreamRounder(LayerRounder):
                         f"{hessian.tokens} calibration tokens are few; damping raised {raised:g} times",
                     )
                 break
-            result, reason = None, f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
+            result = None
+            reason = f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
         if result is None:
             if hessian.tokens or not self.layer.experts_of(
                 group[0]
@@ -351,14 +361,15 @@ def round_model(
     Raises CheckpointError where a linear is in no decoder layer.
     """
     folder = ModelFolder(job.model)
-    if outside := [n for n in formats if not folder.family.in_decoder(n)]:
+    outside = [n for n in formats if not folder.family.in_decoder(n)]
+    if outside:
         raise CheckpointError(
             f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}"
         )
     plan = QuantizationPlan.of(formats, scale=job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
-    shared = arrange(samples, device_kind(), can_share(folder))
+    shared = arrange(samples)
     model = DecoderLayers(folder, shared.batches)
     table = shared.weight_table(method.token_weights(), model.device)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder] = LayerRounder
@@ -366,7 +377,9 @@ def round_model(
     if device_kind() == "cuda" and plan.scale == "sweep":
         rounder_of = partial(StreamRounder, source=list(model.states))
     task = RoundingTask(plan.linears.keys(), table, method, plan.scale)
-    begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
+    begun = time.monotonic()
+    fresh = 0
+    count = len(model.model.layers)
     for layer in model:
         left = (
             f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left"
@@ -374,7 +387,8 @@ def round_model(
             else ""
         )
         progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
-        file, rounder = store / f"layer-{layer.index:04d}.safetensors", rounder_of(layer, task)
+        file = store / f"layer-{layer.index:04d}.safetensors"
+        rounder = rounder_of(layer, task)
         if file.is_file():
             result = LayerResult.load(file)
             rounder.repeat(result)
@@ -429,18 +443,17 @@ def round_head(
         solution = None if mean is None else gptq.factor(mean, damping)
     except gptq.FactorError:
         solution = None
-    parts = [
-        nvfp4.pack(piece, tensor_scale=tensor_scale, scale=scale, group=GROUP)
-        if solution is None
-        else gptq.round_columns(piece, solution, tensor_scale, scale)[0]
-        for piece in trial.folder.rows(name)
-    ]
-    codes, scales = (
-        np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "block_scale")
-    )
-    packed = nvfp4.Tensor(
-        codes, scales, parts[0].tensor_scale, (len(codes), codes.shape[1] * 2), GROUP
-    )
+    pieces = []
+    for piece in trial.folder.rows(name):
+        if solution is None:
+            packed = nvfp4.pack(piece, tensor_scale=tensor_scale, scale=scale, group=GROUP)
+        else:
+            packed, _ = gptq.round_columns(piece, solution, tensor_scale, scale)
+        pieces.append(packed)
+    codes = np.concatenate([piece.codes for piece in pieces])
+    scales = np.concatenate([piece.block_scale for piece in pieces])
+    shape = (len(codes), codes.shape[1] * 2)
+    packed = nvfp4.Tensor(codes, scales, pieces[0].tensor_scale, shape, GROUP)
     LayerResult({HEAD: packed}).save(file)
     return packed
 

@@ -113,7 +113,8 @@ def run(
     prompts, mismatch = prompts_of(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")
-    start, progress = time.monotonic(), as_progress(report)
+    start = time.monotonic()
+    progress = as_progress(report)
     key = None
     if part.resume_key:
         kv_text = (

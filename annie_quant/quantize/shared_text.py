@@ -1,6 +1,6 @@
 """Arrange calibration samples in batches in which each shared prefix is computed once, and long rows in pieces.
 
-    text = arrange(samples, device_kind())
+    text = arrange(samples)
     model = layerwise.DecoderLayers(folder, text.batches)
     table = text.weight_table(token_weights, model.device)
 
@@ -21,19 +21,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.offline.caches import common_prefix
+from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import (
     KINDS,
     PADDING,
     CalibrationSample,
     TokenBatch,
     TokenWeights,
-    make_batches,
     weight_table,
 )
-
-SHAREABLE_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 
 
 @dataclass(frozen=True)
@@ -124,29 +121,11 @@ class SharedText:
         return np.array(codes, np.int64)[indices.reshape(-1)]
 
 
-def can_share(folder: ModelFolder) -> bool:
-    """Return whether DecoderLayers can continue batches of this model."""
-    return set(folder.text_config.get("layer_types") or ()) <= SHAREABLE_LAYERS
-
-
-def arrange(
-    samples: Sequence[CalibrationSample],
-    device: str = "cpu",
-    share: bool = True,
-    cost: PassCost | None = None,
-) -> SharedText:
-    """Return the samples as batches.
-
-    device: "cpu" or "cuda", which sets the cost of a pass.
-    share: False gives batches of whole samples.
-    cost: replaces that of the device.
-    """
+def arrange(samples: Sequence[CalibrationSample], cost: PassCost | None = None) -> SharedText:
+    """Return the samples as batches. cost: of a pass, by default that of this machine's device."""
     text = SharedText()
-    if not share:
-        text.batches += make_batches(samples)
-        return text
     roots = [(0, branch) for branch in branches(sequences_of(samples), 0)]
-    add(text, roots, None, cost or PASS_COSTS[device])
+    add(text, roots, None, cost or PASS_COSTS[device_kind()])
     return text
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 CHUNK = 64  # steps
 VALUES = 64  # most columns of a state in one program
 SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
-CONV_STEPS, CONV_CHANNELS = 32, 64
+CONV_STEPS = 32
+CONV_CHANNELS = 64
 ROWS = 32  # of one program of round_block, one per thread
 TO_INTEGER = tl.constexpr(
     12582912.0
@@ -73,9 +74,12 @@ def prepare(
     dv: tl.constexpr,
     precision: tl.constexpr,
 ):
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, h = row // heads, row % heads
-    i, columns = tl.arange(0, size), tl.arange(0, dk)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // heads
+    h = row % heads
+    i = tl.arange(0, size)
+    columns = tl.arange(0, dk)
     t = chunk * size + i
     live = t < steps
     k = tl.load(
@@ -162,12 +166,11 @@ def scan_forward(
     keeps: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // heads, row % heads
-    i, columns, wide = (
-        tl.arange(0, size),
-        tl.arange(0, dk),
-        tl.program_id(1) * part + tl.arange(0, part),
-    )
+    b = row // heads
+    h = row % heads
+    i = tl.arange(0, size)
+    columns = tl.arange(0, dk)
+    wide = tl.program_id(1) * part + tl.arange(0, part)
     places = row * dk * dv + columns[:, None] * dv + wide[None, :]
     if continues:  # noqa: SIM108  a compile-time branch: Triton takes one of the two
         state = tl.load(state_in + places)
@@ -215,7 +218,8 @@ def gated_delta_rule(
     Inputs in bfloat16 are multiplied in TF32, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and
     sums are float32.
     """
-    (batch, steps, heads, dk), dv = key.shape, value.shape[-1]
+    batch, steps, heads, dk = key.shape
+    dv = value.shape[-1]
     if dk not in SIZES or dv not in SIZES:
         return deltanet.gated_delta_rule(
             query,
@@ -228,7 +232,8 @@ def gated_delta_rule(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
     query, key, value = (rows_of_one(part) for part in (query, key, value))
-    chunks, rows = triton.cdiv(steps, CHUNK), batch * heads
+    chunks = triton.cdiv(steps, CHUNK)
+    rows = batch * heads
     q, w, k = (key.new_empty(rows, chunks, CHUNK, dk, dtype=torch.float32) for _ in range(3))
     u = key.new_empty(rows, chunks, CHUNK, dv, dtype=torch.float32)
     within = key.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
@@ -468,7 +473,9 @@ def round_block(
 
 def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
     """Round columns start .. start + 15. errors: float32 [N, 16], of any row stride, written."""
-    w, index, candidates = state.w, start // 16, state.candidates
+    w = state.w
+    index = start // 16
+    candidates = state.candidates
     outputs = (errors, state.codes, state.chosen[index], state.steps[index], state.loss)
     strides = (w.stride(0), errors.stride(0), state.upper.stride(0))
     round_block[(triton.cdiv(len(w), ROWS),)](

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
+from annie_quant.quantize.calibration_samples import (
+    CONTENT,
+    PROMPT,
+    CalibrationSample,
+    TokenBatch,
+    padded,
+)
 
 
 def conversations(seed: int = 0) -> list[CalibrationSample]:
@@ -28,3 +36,15 @@ def conversations(seed: int = 0) -> list[CalibrationSample]:
             samples.append(CalibrationSample("chat", (*text, 7, *answer), tuple(kinds), ()))
             text += answer
     return samples
+
+
+def make_batches(samples: Sequence[CalibrationSample], tokens: int = 16384) -> list[TokenBatch]:
+    """Return batches of whole rows of similar length, which share nothing: at most `tokens` positions per batch."""
+    batches: list[TokenBatch] = []
+    waiting: list[CalibrationSample] = []
+    for sample in sorted(samples, key=lambda s: len(s.ids)):
+        if waiting and (len(waiting) + 1) * len(sample.ids) > tokens:
+            batches.append(padded(waiting))
+            waiting = []
+        waiting.append(sample)
+    return [*batches, padded(waiting)] if waiting else batches

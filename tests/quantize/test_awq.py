@@ -16,6 +16,8 @@ from annie_quant.models.formats import LARGEST_NVFP4
 from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
+from calibration_texts import make_batches  # noqa: E402
+
 from annie_quant.offline import codec  # noqa: E402
 from annie_quant.quantize import calibration_samples, calibration_text, folding  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
@@ -38,7 +40,7 @@ def folds() -> list[dict[str, np.ndarray]]:
     folder = ModelFolder(TINY_ANNIE)
     text = calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[:2]
     chosen = set(choose(folder, ()))
-    layers = DecoderLayers(folder, calibration_samples.make_batches(text))
+    layers = DecoderLayers(folder, make_batches(text))
     counts = torch.eye(calibration_samples.KINDS)
     return [folding.fold_layer(layer, chosen, counts).tensors for layer in layers]
 
@@ -130,7 +132,7 @@ def test_folds_do_not_harm_tokens_of_prompts_or_responses(
     held_out = calibration_text.samples_of_rows(TINY_ANNIE, rows[1::12])[:2]
     errors: dict[bool, np.ndarray] = {}
     for folded in (False, True):
-        inputs = DecoderLayers(folder, calibration_samples.make_batches(held_out))
+        inputs = DecoderLayers(folder, make_batches(held_out))
         sums = np.zeros(2)
         for weights, other in zip(folds, inputs, strict=True):
             if folded:

@@ -17,6 +17,8 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="calibration runs on torch: pip install annie-quant[quantize]"
 )
+from calibration_texts import make_batches  # noqa: E402
+
 from annie_quant.quantize import calibration_samples, calibration_text  # noqa: E402
 
 pytest.importorskip(
@@ -134,7 +136,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
     samples = calibration_text.samples_of_rows(
         home / "model", read_conversations(home / "calib.jsonl", 4)
     )
-    model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
+    model = DecoderLayers(folder, make_batches(samples, 1024))
     chosen = [
         n.removesuffix(".weight")
         for n in folder

@@ -16,9 +16,9 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
 )
-from calibration_texts import conversations  # noqa: E402
+from calibration_texts import conversations, make_batches  # noqa: E402
 
-from annie_quant.quantize import calibration_samples, calibration_text, layer_stages, shared_text  # noqa: E402
+from annie_quant.quantize import calibration_text, layer_stages, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers  # noqa: E402
 
@@ -33,7 +33,7 @@ def samples() -> list[CalibrationSample]:
 def batches(samples: Sequence[CalibrationSample], kind: str) -> list[TokenBatch]:
     if kind == "shared":
         return shared_text.arrange(conversations()).batches
-    return calibration_samples.make_batches(samples, tokens=600)
+    return make_batches(samples, tokens=600)
 
 
 class Inputs:
@@ -157,7 +157,7 @@ def test_a_layer_of_another_shape_runs_whole(
 def test_experts_see_what_a_whole_pass_gives_them(tmp_path: Path) -> None:
     runtime_models.save_mixture(tmp_path, experts=8, unused=5)
     samples = calibration_text.samples_of_rows(tmp_path, read_conversations(CALIBRATION)[:3])[:3]
-    text = calibration_samples.make_batches(samples)
+    text = make_batches(samples)
     staged, plain = (DecoderLayers(ModelFolder(tmp_path), text) for _ in range(2))
     for layer, other in zip(staged, plain, strict=True):
         order = round_in_stages(layer, check=True)

@@ -13,6 +13,8 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
 )
+from calibration_texts import make_batches  # noqa: E402
+
 from annie_quant.offline import deltanet  # noqa: E402
 from annie_quant.quantize import (  # noqa: E402
     calibration_samples,
@@ -58,7 +60,7 @@ def test_kinds_are_those_of_the_predicted_tokens(samples: list[CalibrationSample
 
 
 def test_batches_hold_every_text_once(samples: list[CalibrationSample]) -> None:
-    batches = calibration_samples.make_batches(samples, tokens=600)
+    batches = make_batches(samples, tokens=600)
     assert len(batches) > 1
     rows = [
         tuple(i[k != calibration_samples.PADDING])

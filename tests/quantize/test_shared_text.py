@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
 )
-from calibration_texts import conversations  # noqa: E402
+from calibration_texts import conversations, make_batches  # noqa: E402
 
 from annie_quant.quantize import calibration_samples, calibration_text, shared_text  # noqa: E402
 from annie_quant.quantize.calibration_samples import (  # noqa: E402
@@ -116,7 +114,7 @@ def test_hessians_are_those_of_the_samples(
     samples: list[CalibrationSample], text: SharedText
 ) -> None:
     folder = ModelFolder(TINY_ANNIE)
-    plain = DecoderLayers(folder, calibration_samples.make_batches(samples))
+    plain = DecoderLayers(folder, make_batches(samples))
     shared = DecoderLayers(folder, text.batches)
     expected = hessians(plain, weight_table(WEIGHTS, plain.device))
     for ours, theirs in zip(
@@ -125,21 +123,6 @@ def test_hessians_are_those_of_the_samples(
         a, b = (h.mean().cpu().numpy() for h in (ours, theirs))
         assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
-
-
-def test_other_layers_get_whole_samples(samples: list[CalibrationSample], tmp_path: Path) -> None:
-    text = shared_text.arrange(samples, share=False)
-    assert all(b.start is None and b.offsets is None for b in text.batches)
-    assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
-    shutil.copytree(
-        TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant")
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    types = ModelFolder(tmp_path).text_config["layer_types"]
-    for other, shareable in (("sliding_attention", True), ("mamba", False)):
-        config.get("text_config", config)["layer_types"] = [*types[:-1], other]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert shared_text.can_share(ModelFolder(tmp_path)) == shareable
 
 
 def test_rows_of_unequal_length_are_continued() -> None:

@@ -1,8 +1,8 @@
 """What a decoder layer keeps of batches that later batches continue (shared_text.py), and attention over it.
 
-    kept = ContinuedLayer(model, index)
+    layer = ContinuedLayer(model, index)
     for i, state in enumerate(model.states):
-        model.forward(module, state, kept.piece(i))
+        model.forward(module, state, layer.piece(i))
 
 A DeltaNet layer keeps its convolution's and its recurrent states, an attention layer its keys and values. The tokens of a batch
 attend to each earlier row in one product without a mask, for all rows that continue it, and to their own row with a causal one.
@@ -32,7 +32,7 @@ ATTENTION = "annie_quant_continued"  # name of `attend` in transformers' registr
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class RowKeys:
     """Keys and values of a batch's rows in one attention layer.
 
     keys, values: [B, Hkv, T, D].
@@ -59,17 +59,18 @@ class Piece:
     window: number of tokens that a token of a sliding layer sees, itself included.
     cache: of a DeltaNet layer.
     observe_keys: gets the keys and values of the real tokens, [n, Hkv, D].
-    kept: of an attention layer, after the forward pass, where later batches continue this one.
+    is_continued: whether later batches continue this one.
+    row_keys: of an attention layer after the forward pass, if the batch is continued.
     """
 
     begins: np.ndarray
     lengths: np.ndarray
-    earlier: list[tuple[KeptRows, np.ndarray]] = field(default_factory=list)
+    earlier: list[tuple[RowKeys, np.ndarray]] = field(default_factory=list)
     window: int | None = None
     cache: DynamicCache | None = None
-    keep: bool = False
+    is_continued: bool = False
     observe_keys: KeyObserver | None = None
-    kept: KeptRows | None = None
+    row_keys: RowKeys | None = None
 
 
 class ContinuedLayer:
@@ -79,7 +80,7 @@ class ContinuedLayer:
         self.model = model
         self.index = index
         self.is_delta = model.types[index] == "linear_attention"
-        self.is_continued = {batch.start for batch in model.batches}
+        self.continued = {batch.start for batch in model.batches}
         self.pieces: dict[int, Piece] = {}  # of batches that are continued
 
     def piece(self, i: int) -> Piece:
@@ -88,18 +89,18 @@ class ContinuedLayer:
         start = batch.start
         self.pieces = {j: p for j, p in self.pieces.items() if start is not None and j <= start}
         begins = batch.offsets if batch.offsets is not None else np.zeros(len(batch.ids), np.int64)
-        piece = Piece(begins, batch.lengths, keep=i in self.is_continued)
+        piece = Piece(begins, batch.lengths, is_continued=i in self.continued)
         piece.observe_keys = self.model.key_observer
         if self.is_delta:
             self.continue_states(piece, i)
         else:
             piece.window = self.model.window(self.index)
             piece.earlier = self.rows_before(i)
-        if piece.keep:
+        if piece.is_continued:
             self.pieces[i] = piece
         return piece
 
-    def rows_before(self, i: int) -> list[tuple[KeptRows, np.ndarray]]:
+    def rows_before(self, i: int) -> list[tuple[RowKeys, np.ndarray]]:
         """Return what the rows of batch `i` continue, the last part first."""
         batch = self.model.batches[i]
         rows = np.arange(len(batch.ids))
@@ -107,9 +108,9 @@ class ContinuedLayer:
         while batch.start is not None:
             assert batch.rows is not None
             rows = batch.rows[rows]
-            kept = self.pieces[batch.start].kept
-            assert kept is not None  # its forward pass has ended
-            earlier.append((kept, rows))
+            row_keys = self.pieces[batch.start].row_keys
+            assert row_keys is not None  # its forward pass has ended
+            earlier.append((row_keys, rows))
             batch = self.model.batches[batch.start]
         return earlier
 
@@ -118,7 +119,7 @@ class ContinuedLayer:
         batch = self.model.batches[i]
         ragged = self.model.ragged
         ragged.set(None, 0, None)
-        if batch.start is None and not piece.keep:
+        if batch.start is None and not piece.is_continued:
             return
         piece.cache = caches.new_cache(self.model.model.config, self.model.types)
         if batch.start is not None:
@@ -127,7 +128,7 @@ class ContinuedLayer:
             assert earlier is not None
             rows = torch.from_numpy(batch.rows).to(self.model.device)
             caches.take_rows(self.layer_of(earlier), self.layer_of(piece.cache), rows)
-        if piece.keep and len(set(batch.lengths)) > 1:
+        if piece.is_continued and len(set(batch.lengths)) > 1:
             lengths = torch.from_numpy(batch.lengths).to(self.model.device)
             ragged.set(lengths, batch.ids.shape[1], piece.cache)
 
@@ -154,18 +155,18 @@ def attend(
         steps = torch.arange(key.shape[2])
         real = (steps < torch.from_numpy(piece.lengths)[:, None]).to(key.device)
         piece.observe_keys(key.transpose(1, 2)[real], value.transpose(1, 2)[real])
-    if piece is not None and piece.keep:
-        piece.kept = KeptRows(key, value, piece.begins, piece.lengths)
+    if piece is not None and piece.is_continued:
+        piece.row_keys = RowKeys(key, value, piece.begins, piece.lengths)
     if piece is None or not piece.earlier:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     scale = scaling or query.shape[-1] ** -0.5
     output, log_sum = attention(query, key, value, scale, attention_mask, causal=True)
-    for kept, rows in piece.earlier:
+    for earlier, rows in piece.earlier:
         for row in np.unique(rows):
             mine = torch.from_numpy(np.flatnonzero(rows == row)).to(query.device)
-            part = attention_to_row(query[mine], kept, int(row), piece, mine, scale)
+            part = attention_to_row(query[mine], earlier, int(row), piece, mine, scale)
             if part is None:
                 continue
             share = (part[1] - log_sum[mine]).sigmoid_().unsqueeze(-1).to(output.dtype)
@@ -176,7 +177,7 @@ def attend(
 
 def attention_to_row(
     query: torch.Tensor,
-    kept: KeptRows,
+    earlier: RowKeys,
     row: int,
     piece: Piece,
     mine: torch.Tensor,
@@ -189,22 +190,22 @@ def attention_to_row(
     query: [n, H, T, D], of the rows `mine` of the piece.
     """
     count, heads, steps, head_dim = query.shape
-    key_heads = kept.keys.shape[1]
+    key_heads = earlier.keys.shape[1]
     first = 0
-    length = int(kept.lengths[row])
+    length = int(earlier.lengths[row])
     begins = piece.begins[mine.cpu().numpy()]
     if piece.window is not None:
-        first = max(0, int(begins.min()) - piece.window + 1 - int(kept.begins[row]))
+        first = max(0, int(begins.min()) - piece.window + 1 - int(earlier.begins[row]))
         if first >= length:
             return None
-    keys = kept.keys[row : row + 1, :, first:length]
-    values = kept.values[row : row + 1, :, first:length]
+    keys = earlier.keys[row : row + 1, :, first:length]
+    values = earlier.values[row : row + 1, :, first:length]
     # The query heads of one key head, and all rows, are the rows of one product.
     grouped = query.view(count, key_heads, -1, steps, head_dim).permute(1, 2, 0, 3, 4)
     mask = None
     if piece.window is not None:
         positions = np.add.outer(begins, np.arange(steps)).reshape(-1, 1)
-        columns = np.arange(first, length) + kept.begins[row]
+        columns = np.arange(first, length) + earlier.begins[row]
         visible = torch.from_numpy(positions - columns < piece.window).to(query.device)
         mask = additive(visible.repeat(heads // key_heads, 1)[None], query.dtype)
     output, log_sum = attention(

@@ -92,38 +92,38 @@ class InputSampler(LargestInput):
     ) -> None:
         super().__init__(name)
         of_prompts = counts[:, PROMPT]
-        self.positions = (of_prompts, counts.sum(1) - of_prompts)
+        self.counts_by_kind = (of_prompts, counts.sum(1) - of_prompts)
         self.strides = [max(1.0, total / rows) for total in totals]
-        self.seen = [0.0, 0.0]
-        self.sampled: list[torch.Tensor] = []
+        self.counts = [0.0, 0.0]
+        self.samples: list[torch.Tensor] = []
         self.magnitudes: list[torch.Tensor | None] = [None, None]
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
         assert kinds is not None
         super().__call__(x, kinds)
-        for part, positions in enumerate(self.positions):
+        for part, positions in enumerate(self.counts_by_kind):
             count = positions[kinds]
             # Systematic sampling: one input each time that the positions have grown by a stride.
-            sums = self.seen[part] + count.double().cumsum(0)
+            sums = self.counts[part] + count.double().cumsum(0)
             steps = (sums / self.strides[part]).ceil()
-            first = steps.new_tensor([math.ceil(self.seen[part] / self.strides[part])])
+            first = steps.new_tensor([math.ceil(self.counts[part] / self.strides[part])])
             times = steps.diff(prepend=first).long()
-            self.sampled.append(x.repeat_interleave(times, 0).float())
+            self.samples.append(x.repeat_interleave(times, 0).float())
             if len(sums):
-                self.seen[part] = float(sums[-1])
+                self.counts[part] = float(sums[-1])
             magnitude = (x.abs().float() * count[:, None]).sum(0).double()
             before = self.magnitudes[part]
             self.magnitudes[part] = magnitude if before is None else before + magnitude
 
     def mean(self) -> torch.Tensor:
         """Return the mean |x_k|, float32 [K]."""
-        pairs = zip(self.magnitudes, self.seen, strict=True)
+        pairs = zip(self.magnitudes, self.counts, strict=True)
         means = [magnitude / count for magnitude, count in pairs if magnitude is not None and count]
         return torch.stack(means).mean(0).float()
 
     def inputs(self) -> torch.Tensor:
         """Return the kept inputs, float32 [n, K]."""
-        return torch.cat(self.sampled)
+        return torch.cat(self.samples)
 
 
 def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> FoldedLayer:

@@ -217,8 +217,8 @@ def worth_sharing(
             min_saved = cost.extra_pass
         parts: list[Continued] = []
         for row, branch in shared:
-            kept_whole = branch.saved >= min_saved
-            parts += [(row, part) for part in ([branch] if kept_whole else branch.without())]
+            saves_enough = branch.saved >= min_saved
+            parts += [(row, part) for part in ([branch] if saves_enough else branch.without())]
         last += [(row, branch) for row, branch in parts if not branch.children]
         shared = [(row, branch) for row, branch in parts if branch.children]
     return last, shared

@@ -113,6 +113,7 @@ MAX_LOGITS = 1 << 25  # logits in memory at one time
 TOKENS = {
     "cpu": 1024
 }  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
+MAX_CACHE_COLUMNS = 1 << 18  # of keys and values of all rows, which each have a copy of the prefix
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 # What an H200 computes while the kernels of one forward through eight layers are launched.
 LAUNCH_FLOP = 5e11
@@ -240,7 +241,8 @@ class Engine:
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
             while waiting:
                 width = len(inputs[waiting[0]]) - shared
-                count = max(1, min(self.rows, self.tokens // width))
+                columns = MAX_CACHE_COLUMNS // (shared + width)
+                count = max(1, min(self.rows, self.tokens // width, columns))
                 batch, waiting = waiting[:count], waiting[count:]
                 if shared and prefix_cache is None:
                     prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])

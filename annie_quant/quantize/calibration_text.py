@@ -201,11 +201,11 @@ def use_of(
     conversations = longest_per_row(used)
     lengths = [len(ids) for ids in conversations.values()]
     too_long = len(longest_per_row(samples)) - len(conversations)
-    later = len(samples) - len(used) - too_long
+    later = sum(s.row in conversations for s in samples) - len(used)
     left_out = [f"{count} because {reason}" for reason, count in not_located.items()]
     if too_long:
         left_out.append(f"{too_long} {limit} (--calib-tokens)")
-    if later > 0:
+    if later:
         left_out.append(f"{later} later answers {limit} (--calib-tokens)")
     prefix, sharing = most_shared_prefix(sorted(conversations.values()))
     return CalibrationUse(

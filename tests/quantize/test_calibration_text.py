@@ -164,3 +164,16 @@ def test_tokens_of_texts_in_parts_are_those_of_the_whole() -> None:
         text = template.render(row["messages"], row.get("tools"), False, False)
         assert template.ids(text) == template.tokenize(text)
     assert template.splits_are_exact
+
+
+def test_a_long_conversation_is_used_up_to_its_last_answer_that_fits() -> None:
+    short = rows_with_prompt(30, 1)[0]
+    long_turn = {"role": "user", "content": "the rule is to be kept " * 500}
+    answer = {"role": "assistant", "content": "I see."}
+    row = {**short, "messages": [*short["messages"], long_turn, answer]}
+    text = text_of_rows(TINY_ANNIE, [row])
+    assert text.use.conversations == 1
+    assert len(text.samples) == 1
+    assert text.use.left_out == [
+        "1 later answers longer than the model's context of 4,096 tokens (--calib-tokens)"
+    ]

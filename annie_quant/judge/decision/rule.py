@@ -74,7 +74,6 @@ WORST_FIRST: tuple[Standing, ...] = ("loses", "fragile", "undecided", "keeps")
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
 NOT_SERVED = ("float32",)
 MIN_CHANGES = 5  # fewer changed answers give no exact p below 5 %: 1 / 2^4 is 6.25 %
-CONFIDENCE = 0.9  # of the interval: 5 % per bound
 MARGIN = 0.05
 POOLED_MARGIN = 0.02
 POOLED = "all"  # the name of the pooled verdict among gates
@@ -148,7 +147,7 @@ def _measure(gates: GateCounts, pooled: PooledGates | None) -> None:
     for row in (*gates.values(), pooled):
         if row is not None:
             row.difference = (row.won - row.lost) / row.n if row.n else 0.0
-            row.low, row.high = stats.score_interval(row.lost, row.won, row.n, CONFIDENCE)
+            row.low, row.high = stats.score_interval(row.lost, row.won, row.n)
 
 
 def p_of_loss(name: str, gate: PairedGate) -> float:
@@ -424,7 +423,7 @@ def cannot_keep(name: str, gate: PairedGate, n_at_last_look: int, n_looks: int) 
         return "no margin"
     n = max(n_at_last_look, gate.n)
     margin = margin or MARGIN
-    if stats.score_interval(gate.lost, gate.won, n, CONFIDENCE)[0] <= -margin:
+    if stats.score_interval(gate.lost, gate.won, n)[0] <= -margin:
         return "out of reach"
     if gate.low <= -margin and is_loss(gate, loss_limit(name), stats.LEVEL / n_looks):
         return "a loss"

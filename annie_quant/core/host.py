@@ -1,22 +1,22 @@
 """Facts about this machine: processors, memory, processes, GPUs, package versions; no secrets and no paths of users.
 
-Memory and processes come from psutil, GPUs from nvidia-smi. What is sampled during a run comes from NVML where the package
-nvidia-ml-py (extra `gpu`) is installed.
+Memory and processes come from psutil, the description of GPUs from nvidia-smi, and what is sampled during a run from NVML.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import platform
 import re
-import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -119,12 +119,11 @@ def listening_pid(port: int) -> int | None:
         connections = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
         return None
-    pids = [
-        c.pid
-        for c in connections
-        if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid
-    ]
-    return pids[0] if pids else None
+    for connection in connections:
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+        if listens and connection.laddr.port == port and connection.pid:
+            return connection.pid
+    return None
 
 
 def resident_bytes(pids: Iterable[int]) -> int | None:
@@ -143,12 +142,10 @@ def cpu_name() -> str | None:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or None
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in lines
-        if line.lower().startswith(("model name", "hardware"))
-    ]
-    return names[0] if names else platform.processor() or None
+    for line in lines:
+        if line.lower().startswith(("model name", "hardware")):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or None
 
 
 def package_version(distribution: str) -> str | None:
@@ -183,11 +180,17 @@ def nvml_devices() -> tuple[ModuleType | None, list[object]]:
 
 def gpus() -> list[dict[str, str]]:
     """Return one dict per GPU, with nvidia-smi's names and formats: {"name": "NVIDIA GB10", "clocks.sm": "2418 MHz", ...}."""
-    return _smi("gpu", _GPU_FIELDS) or []
+    command = smi_command("gpu", _GPU_FIELDS)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return smi_rows(done.stdout, _GPU_FIELDS)
 
 
-def _nvml_value(nvml: ModuleType, function: str, *arguments: object) -> Any:
+def _nvml_value(nvml: ModuleType | None, function: str, *arguments: object) -> Any:
     """Return what an NVML function reports; None where this GPU or this version of pynvml does not have it."""
+    assert nvml is not None
     try:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError):
@@ -197,22 +200,12 @@ def _nvml_value(nvml: ModuleType, function: str, *arguments: object) -> Any:
 def gpu_process_bytes() -> dict[int, int]:
     """Return the GPU memory per process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
     nvml, devices = nvml_devices()
-    sizes: dict[int, int] = {}
-    if nvml is None:
-        for row in _smi("compute-apps", ("pid", "used_memory")) or ():
-            number = row["used_memory"].removesuffix(" MiB")
-            if row["pid"].isdigit() and number.isdigit():
-                sizes[int(row["pid"])] = sizes.get(int(row["pid"]), 0) + int(number) * 2**20
-        return sizes
+    sizes: Counter[int] = Counter()
     for device in devices:
-        try:
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        except nvml.NVMLError:
-            continue
-        for process in processes:
+        for process in _nvml_value(nvml, "nvmlDeviceGetComputeRunningProcesses", device) or ():
             if process.usedGpuMemory is not None:
-                sizes[process.pid] = sizes.get(process.pid, 0) + process.usedGpuMemory
-    return sizes
+                sizes[process.pid] += process.usedGpuMemory
+    return dict(sizes)
 
 
 def smi_command(query: str, fields: Iterable[str]) -> list[str]:
@@ -223,21 +216,11 @@ def smi_command(query: str, fields: Iterable[str]) -> list[str]:
 def smi_rows(output: str, fields: Iterable[str]) -> list[dict[str, str]]:
     """Parse the output of `smi_command`. Missing values are empty."""
     names = list(fields)
-    lines = (line for line in output.splitlines() if line.strip())
-    rows = ([cell.strip() for cell in line.split(",")] for line in lines)
-    return [dict(zip(names, [*row, *[""] * len(names)], strict=False)) for row in rows]
-
-
-def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        process = subprocess.run(
-            smi_command(query, fields), capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return smi_rows(process.stdout, fields)
+    rows = []
+    for line in filter(str.strip, output.splitlines()):
+        cells = [cell.strip() for cell in line.split(",")]
+        rows.append(dict(itertools.zip_longest(names, cells[: len(names)], fillvalue="")))
+    return rows
 
 
 # Clocks and temperature
@@ -252,52 +235,33 @@ _LIMITS = {  # nvmlClocksEventReasons*; 1 is idle, 2 a user's setting
 
 
 GpuState = tuple[float | None, float | None, str | None]
-_SMI_FIELDS = ("clocks.sm", "temperature.gpu", "clocks_event_reasons.active")
-SMI_EVERY_S = 5.0  # without NVML: a call of nvidia-smi takes tens of milliseconds
 
 
 def machine_state() -> GpuState:
     """Return (clock in MHz, temperature in °C, what limits the clock) of the hottest GPU, or of the processor without one.
 
-    Each is None where it is not reported; a virtual machine reports none of them. A GPU's may be SMI_EVERY_S old.
+    Each is None where it is not reported; a virtual machine reports none of them.
     """
     nvml, devices = nvml_devices()
-    states = (
-        [_gpu_state(nvml, device) for device in devices]
-        if nvml
-        else _smi_states(time.monotonic() // SMI_EVERY_S)
-    )
+    states = [_gpu_state(nvml, device) for device in devices]
     if states:
         return max(states, key=lambda state: state[1] or 0.0)
     return _cpu_clock(), _cpu_temperature_c(), None
-
-
-@lru_cache(maxsize=1)
-def _smi_states(period: float) -> list[GpuState]:
-    """Return the GPUs' states from nvidia-smi, read once per period."""
-    states: list[GpuState] = []
-    for row in _smi("gpu", _SMI_FIELDS) or ():
-        clock, heat, reasons = (row[field].split(" ")[0] for field in _SMI_FIELDS)
-        known = [float(text) if text.isdigit() else None for text in (clock, heat)]
-        states.append(
-            (known[0], known[1], _limits(int(reasons, 16) if reasons.startswith("0x") else 0))
-        )
-    return states
 
 
 def _limits(reasons: int) -> str | None:
     return ", ".join(text for bit, text in _LIMITS.items() if reasons & bit) or None
 
 
-def _gpu_state(nvml: ModuleType, device: object) -> GpuState:
+def _gpu_state(nvml: ModuleType | None, device: object) -> GpuState:
     reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksEventReasons", device)
     if reasons is None:  # the name in older versions of pynvml
         reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
     clock = _nvml_value(nvml, "nvmlDeviceGetClockInfo", device, 1)  # NVML_CLOCK_SM
     heat = _nvml_value(nvml, "nvmlDeviceGetTemperature", device, 0)  # NVML_TEMPERATURE_GPU
     return (
-        (None if clock is None else float(clock)),
-        (None if heat is None else float(heat)),
+        None if clock is None else float(clock),
+        None if heat is None else float(heat),
         _limits(reasons),
     )
 
@@ -316,10 +280,8 @@ def _cpu_temperature_c() -> float | None:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError, RuntimeError):  # not on this system
         return None
-    readings = [
-        float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0
-    ]
-    return max(readings, default=None)
+    heats = [float(sensor.current or 0) for group in sensors.values() for sensor in group]
+    return max(heats, default=0.0) or None
 
 
 def is_local(host: str) -> bool:

@@ -84,7 +84,9 @@ class ByteProgress:
     """
 
     def __init__(self, progress: Progress, total_bytes: int, done_before: int = 0) -> None:
-        self._progress, self._total, self._before = progress, total_bytes, done_before
+        self._progress = progress
+        self._total = total_bytes
+        self._before = done_before
         self._done = 0
         self._start = time.monotonic()
         if done_before:
@@ -95,7 +97,8 @@ class ByteProgress:
     def add(self, size_bytes: int) -> None:
         """Report `size_bytes` more bytes as finished."""
         self._done += size_bytes
-        done_mb, total_mb = (self._before + self._done) / 1e6, self._total / 1e6
+        done_mb = (self._before + self._done) / 1e6
+        total_mb = self._total / 1e6
         speed = self._done / max(time.monotonic() - self._start, 1e-9)
         remaining_s = (self._total - self._before - self._done) / speed if speed else 0.0
         text = f"{done_mb:,.0f} of {total_mb:,.0f} MB, {speed / 1e6:,.0f} MB/s, {remaining_s:,.0f} s left"

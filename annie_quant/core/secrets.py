@@ -46,11 +46,11 @@ def safe_url(url: str) -> str:
     except ValueError:
         return "[a URL that cannot be read]"
     host = parts.netloc.rpartition("@")[2]
-    query = "&".join(
-        f"{name}=[redacted]" if sep and is_secret_name(name) else f"{name}{sep}{value}"
-        for name, sep, value in (q.partition("=") for q in parts.query.split("&"))
-    )
-    return urlunsplit((parts.scheme, host, parts.path, query, ""))
+    query = []
+    for field in parts.query.split("&"):
+        name, equals, _ = field.partition("=")
+        query.append(f"{name}=[redacted]" if equals and is_secret_name(name) else field)
+    return urlunsplit((parts.scheme, host, parts.path, "&".join(query), ""))
 
 
 def refuse_secrets_in(url: str, name: str) -> None:
@@ -85,7 +85,8 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
         parts = urlsplit(url)
         if parts.password:
             values += [parts.password, unquote(parts.password)]
-        for name, _, value in (q.partition("=") for q in parts.query.split("&")):
+        for field in parts.query.split("&"):
+            name, _, value = field.partition("=")
             if is_secret_name(name):
                 values += [value, unquote(value)]
     yield from {v.encode() for v in values if len(v) >= _SHORTEST}
@@ -133,9 +134,8 @@ def _token(name: str, prefix: str, characters: str, certain: int | None, likely:
     )
 
 
-_PRIVATE_KEY, _PRIVATE_KEY_END = (
-    rf"-----{end} [A-Z ]*PRIVATE KEY-----" for end in ("BEGIN", "END")
-)
+_PRIVATE_KEY = r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
+_PRIVATE_KEY_END = r"-----END [A-Z ]*PRIVATE KEY-----"
 _PART = r"[\w-]{8,}"  # of a JSON web token
 _JWT = rf"\beyJ{_PART}"
 _AWS = r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
@@ -220,11 +220,8 @@ def readings(content: bytes) -> Iterator[str]:
     """Yield the texts that a file's bytes may stand for: UTF-8, UTF-16, and both with \\u escapes decoded."""  # noqa: D301
     texts = [content.decode("utf-8", "replace")]
     if b"\0" in content:
-        texts += [
-            content[start:].decode(f"utf-16-{order}", "replace")
-            for order in ("le", "be")
-            for start in (0, 1)
-        ]
+        for encoding in ("utf-16-le", "utf-16-be"):
+            texts += [content.decode(encoding, "replace"), content[1:].decode(encoding, "replace")]
     for text in texts:
         yield text
         if "\\u00" in text:
@@ -268,8 +265,9 @@ class Redactor:
     """
 
     def __init__(self, secrets: Iterable[bytes]) -> None:
-        forms = {form.lower() for secret in secrets for form in _forms(secret)}
-        forms = {form for form in forms if len(form) >= _SHORTEST}
+        forms: set[bytes] = set()
+        for secret in secrets:
+            forms.update(form.lower() for form in _forms(secret) if len(form) >= _SHORTEST)
         self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms]
         self._longest = max(map(len, forms), default=0)
 
@@ -348,9 +346,9 @@ class Redactor:
             for path, string in _strings(payload(raw)):
                 texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
         parts_of = list(texts.values())
-        joined = [b"".join(string for _, string in parts) for parts in parts_of]
-        for text, start, end in self.spans_in(joined):
-            for part, low, high in _parts([string for _, string in parts_of[text]], [(start, end)]):
+        strings_of = [[string for _, string in parts] for parts in parts_of]
+        for text, start, end in self.spans_in([*map(b"".join, strings_of)]):
+            for part, low, high in _parts(strings_of[text], [(start, end)]):
                 yield *parts_of[text][part], low, high
 
 
@@ -361,10 +359,8 @@ def _parts(
     starts = [0, *itertools.accumulate(map(len, texts))]
     for start, end in spans:
         for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
-            low, high = (
-                max(start, starts[index]) - starts[index],
-                min(end, starts[index + 1]) - starts[index],
-            )
+            low = max(start, starts[index]) - starts[index]
+            high = min(end, starts[index + 1]) - starts[index]
             if low < high:
                 yield index, low, high
 

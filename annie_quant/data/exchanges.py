@@ -11,6 +11,7 @@ calibration and gate.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ class TopicWords(msgspec.Struct):
     calibration: tuple[str, ...]
     gate: tuple[str, ...]
 
-    def by_split(self, everything: list[str]) -> dict[str, tuple[str, ...]]:
+    def by_split(self, everything: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return the topics of each split. everything: all topics; train has, sorted, those of no other split."""
         train = tuple(sorted(set(everything).difference(self.calibration, self.gate)))
         return {"train": train, "calibration": self.calibration, "gate": self.gate}
@@ -67,23 +68,30 @@ class Words(msgspec.Struct):
 
 
 WORDS = msgspec.json.decode((ASSETS / "offline_teacher" / "words.json").read_bytes(), type=Words)
-_CAPITALS = WORDS.facts["capital"]
-_MY, _WEB = WORDS.my_topics, WORDS.web_topics
-MY_TOPICS = _MY.by_split(
-    [f"{a} {b}" for a in _MY.first for b in _MY.second if a != b]
-    + [f"trip to {c}" for c, _ in _CAPITALS]
-)
-WEB_TOPICS = _WEB.by_split(
-    [f"the {a} {b}" for a in _WEB.first for b in _WEB.second]
-    + [f"the price of {g}" for g in WORDS.goods]
-    + [
-        f"the {event} in {place}"
-        for event in ("weather", "storm", "fire")
-        for pair in _CAPITALS
-        for place in pair
-    ]
-    + [f"the election in {c}" for c, _ in _CAPITALS]
-)
+
+
+def _topics() -> Iterator[str]:
+    """Yield all topics that a user may have noted."""
+    words = WORDS.my_topics
+    for first in words.first:
+        yield from (f"{first} {second}" for second in words.second if first != second)
+    yield from (f"trip to {country}" for country, _ in WORDS.facts["capital"])
+
+
+def _news() -> Iterator[str]:
+    """Yield all topics of a search in the web."""
+    words = WORDS.web_topics
+    for first in words.first:
+        yield from (f"the {first} {second}" for second in words.second)
+    yield from (f"the price of {goods}" for goods in WORDS.goods)
+    for country, capital in WORDS.facts["capital"]:
+        yield f"the election in {country}"
+        for event in ("weather", "storm", "fire"):
+            yield from (f"the {event} in {place}" for place in (country, capital))
+
+
+MY_TOPICS = WORDS.my_topics.by_split(_topics())
+WEB_TOPICS = WORDS.web_topics.by_split(_news())
 
 
 BySplit = dict[str, tuple[str, ...]]  # "train", "calibration" and "gate" → templates
@@ -192,28 +200,31 @@ def reasoning(rng: random.Random, split: str) -> Exchange:
     kind = rng.choice(("times", "times", "plus", "minus"))
     thing = rng.choice(WORDS.things)
     one, many = rng.choice(WORDS.containers)
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    a = rng.randint(2, 9)
+    b = rng.randint(2, 9)
     if kind == "times":
-        total, working = a * b, f"{a} times {b} is {a * b}."
+        total = a * b
         reply = f"{a} {many} with {b} {thing} each make {total} {thing}."
     elif kind == "plus":
-        total, working = a + b, f"{a} plus {b} is {a + b}."
+        total = a + b
         reply = f"{a} {thing} and {b} more make {total} {thing}."
     else:
         a, b = max(a, b) + rng.randint(1, 3), min(a, b)
-        total, working = a - b, f"{a} minus {b} is {a - b}."
+        total = a - b
         reply = f"{a} {thing} less {b} leave {total} {thing}."
     question = rng.choice(PHRASES.sums[kind][split]).format(a=a, b=b, one=one, many=many, t=thing)
     user = with_opener(rng, split, question) if rng.random() < 0.4 else capitalized(question)
+    thought = f"{a} {kind} {b} is {total}."
     return Exchange(
-        "reasoning", user, reply, working, f"{thing}", str(total), {"contains": [str(total)]}
+        "reasoning", user, reply, thought, thing, str(total), {"contains": [str(total)]}
     )
 
 
 def greeting(rng: random.Random, split: str) -> Exchange:
     hello, back = rng.choice(PHRASES.greetings[split])
     if rng.random() < 0.2:
-        user, addition = hello, "How can I help you today?"
+        user = hello
+        addition = "How can I help you today?"
     else:
         more, addition = rng.choice(PHRASES.greeting_additions[split])
         user = f"{hello} {more.format(day=rng.choice(WORDS.days))}"
@@ -235,22 +246,18 @@ def conversational(rng: random.Random, split: str) -> Exchange:
 
 def long_response(rng: random.Random, split: str) -> Exchange:
     kind = rng.choice(("story", "dish", "trip"))
-    animal, place, dish = (
-        rng.choice(WORDS.animals),
-        rng.choice(WORDS.places),
-        rng.choice(WORDS.dishes),
-    )
-    country, capital = rng.choice(WORDS.facts["capital"])
     values = {
-        "animal": animal,
-        "place": place,
-        "dish": dish,
-        "country": country,
-        "capital": capital,
+        "animal": rng.choice(WORDS.animals),
+        "place": rng.choice(WORDS.places),
+        "dish": rng.choice(WORDS.dishes),
     }
-    subject = {"story": f"a {animal} in the {place}", "dish": dish, "trip": f"a trip to {country}"}[
-        kind
-    ]
+    values["country"], values["capital"] = rng.choice(WORDS.facts["capital"])
+    subjects = {
+        "story": "a {animal} in the {place}",
+        "dish": "{dish}",
+        "trip": "a trip to {country}",
+    }
+    subject = subjects[kind].format(**values)
     user = with_opener(rng, split, rng.choice(PHRASES.long_requests[kind][split]).format(**values))
     reply = " ".join(capitalized(line.format(**values)) for line in PHRASES.long_answers[kind])
     thought = PHRASES.thoughts["long_response"].format(subject=subject)
@@ -313,18 +320,17 @@ def thanks(rng: random.Random, split: str) -> Exchange:
     return Exchange("greeting", user, reply, PHRASES.thoughts["thanks"], "thanks", reply)
 
 
-_MAKERS = (
-    greeting,
-    factual,
-    conversational,
-    reasoning,
-    long_response,
-    memory,
-    web,
-    abstention,
-    thanks,
-)
-CATEGORIES = {make.__name__: make for make in _MAKERS}
+CATEGORIES = {
+    "greeting": greeting,
+    "factual": factual,
+    "conversational": conversational,
+    "reasoning": reasoning,
+    "long_response": long_response,
+    "memory": memory,
+    "web": web,
+    "abstention": abstention,
+    "thanks": thanks,
+}
 
 
 def draw(category: str, rng: random.Random, split: str) -> Exchange:

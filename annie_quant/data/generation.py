@@ -77,7 +77,8 @@ class Journal:
     def __init__(self, output: Path | None, key: dict[str, object], restart: bool = False) -> None:
         self.rows: list[JsonObject] = []
         self.batches: Counter[str] = Counter()  # category → number of requested batches
-        self.cost_usd, self.tokens = 0.0, 0
+        self.cost_usd = 0.0
+        self.tokens = 0
         self._log: JsonLines | None = None
         if output is None:
             return
@@ -128,11 +129,10 @@ MAX_FRUITLESS = (
     3  # consecutive batches without a new conversation, after which a category is given up
 )
 MAX_RETRIES = 3  # of one failed batch
-FIRST_WAIT_S, LONGEST_WAIT_S, MAX_WAIT_S = (
-    5.0,
-    120.0,
-    900.0,
-)  # for a rate limit; the last one is the sum for one batch
+# for a rate limit; the last one is the sum for one batch
+FIRST_WAIT_S = 5.0
+LONGEST_WAIT_S = 120.0
+MAX_WAIT_S = 900.0
 MIN_BUDGET_USD = 0.005
 
 
@@ -290,7 +290,8 @@ class _Run:
     def request(self, category: Category, count: int) -> TeacherBatch | None:
         """Return one batch, repeated if it fails and after a wait if the teacher is limited; None after the last retry."""
         avoid = [user_text(r).replace("\n", " / ") for r in self.rows_of(category)]
-        tries, waited_s = 0, 0.0
+        tries = 0
+        waited_s = 0.0
         while True:
             self.check_budget()
             number = self.journal.batches[category.name]
@@ -321,7 +322,8 @@ class _Run:
                     return None
 
     def check_budget(self) -> None:
-        most, spent = self.max_usd, self.journal.cost_usd
+        most = self.max_usd
+        spent = self.journal.cost_usd
         if most is not None and most - spent < MIN_BUDGET_USD:
             raise self.stopped(f"the budget of {most:.2f} USD is spent ({spent:.2f})")
 
@@ -351,7 +353,8 @@ class _Run:
             name = f"{category.name}-{first + len(rows):04d}"
             row: JsonObject = {"id": name, "category": category.name, **conversation}
             row |= {"provenance": provenance, "split": self.split}
-            if reason := self.drop_reason(row, finder):
+            reason = self.drop_reason(row, finder)
+            if reason:
                 self.dropped[reason] += 1
                 continue
             finder.add(row["id"], user_text(row))
@@ -361,7 +364,8 @@ class _Run:
         return len(rows)
 
     def drop_reason(self, row: JsonObject, finder: DuplicateFinder) -> str | None:
-        if row_faults := faults(row, self.persona):
+        row_faults = faults(row, self.persona)
+        if row_faults:
             return row_faults[0]
         text = user_text(row)
         if finder.find(text) is not None:

@@ -30,7 +30,8 @@ from annie_quant.documents import CaseFile, ChatRow, RowProvenance
 from annie_quant.documents.persona import PERSONA_FILE, Persona, load_persona
 from annie_quant.judge.library import build_workload
 
-CALIBRATION_FILE, CARD_FILE = "calibration.jsonl", "README.md"
+CALIBRATION_FILE = "calibration.jsonl"
+CARD_FILE = "README.md"
 CARD_MARK = "<!-- annie-quant init -->"
 PERSONA_FIELDS = (
     "name",
@@ -119,20 +120,17 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     persona = _store_persona(persona, output)
     logged = split_conversations(sample, persona, scanner)
     lines += logged.notes
-    rows, workloads, behaviours = (
-        logged.rows,
-        list(logged.gates.documents()),
-        Counter(logged.gates.behaviours),
-    )
+    rows = logged.rows
+    workloads = list(logged.gates.documents())
+    behaviours = Counter(logged.gates.behaviours)
     if sources.fill or not sources.logs:
         documents = gate_documents(persona, N_GENERATED_CASES, sources.seed)
         generated = [
             replace(document, name=f"generated_{document.name}", persona="..")
             for document in documents
         ]
-        behaviours.update(
-            filter(None, (_behaviour_of(case) for workload in generated for case in workload.cases))
-        )
+        for workload in generated:
+            behaviours.update(filter(None, map(_behaviour_of, workload.cases)))
         source = (
             "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
         )
@@ -201,7 +199,8 @@ def choose_persona(
     sources: Sources, sample: LogSample, scanner: Scanner
 ) -> tuple[Persona, list[str]]:
     """Return the persona, with the given prompt and tools or else those of the logs, and notes about it."""
-    prompt, notes = sources.prompt, []
+    prompt = sources.prompt
+    notes = []
     if prompt is None:
         prompt, n = next(iter(sample.prompts.most_common(1)), ("", 0))
         notes.append(
@@ -240,15 +239,11 @@ def _store_persona(persona: Persona, output: Path) -> Persona:
 
 def _behaviour_of(case: CaseFile) -> str:
     expect = case.expect or {}
-    if tool := expect.get("tool"):
-        return f"calls {tool}"
-    return (
-        "answers in words"
-        if expect.get("no_tool")
-        else "answers from a result"
-        if expect.get("turns")
-        else ""
-    )
+    if "tool" in expect:
+        return f"calls {expect['tool']}"
+    if expect.get("no_tool"):
+        return "answers in words"
+    return "answers from a result" if expect.get("turns") else ""
 
 
 def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
@@ -261,16 +256,17 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
         "teacher": "offline",
         "model": offline.MODEL,
         "persona": persona.source,
+        "prompt_sha256": persona.prompt_sha256,
     }
-    provenance["prompt_sha256"] = persona.prompt_sha256
-    return [
-        row
-        | {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
-        for category in persona.categories
-        for i, row in enumerate(
-            teacher.conversations(persona, category, n, f"{seed}:{category.name}")
-        )
-    ]
+    rows: list[ChatRow] = []
+    for category in persona.categories:
+        conversations = teacher.conversations(persona, category, n, f"{seed}:{category.name}")
+        for i, row in enumerate(conversations):
+            row["id"] = f"{category.name}-{i:04d}"
+            row["category"] = category.name
+            row["provenance"] = provenance
+            rows.append(row)
+    return rows
 
 
 def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, int]) -> list[str]:
@@ -280,7 +276,8 @@ def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, i
         for name, n in sorted(short.items())
     ]
     names = [t["function"]["name"] for t in persona.tools]
-    if never := [name for name in names if f"calls {name}" not in behaviours]:
+    never = [name for name in names if f"calls {name}" not in behaviours]
+    if never:
         lines.append(
             f"no gate prompt calls {', '.join(never)}: nothing about {'them' if len(never) > 1 else 'it'} can be judged; "
             "--fill makes prompts from the tools' schemas"

@@ -52,12 +52,12 @@ class Conversation:
     @property
     def characters(self) -> int:
         """Number of characters of all texts and of the arguments of all calls."""
-        calls = sum(
-            len(str(c["function"]["arguments"]))
-            for m in self.messages
-            for c in m.get("tool_calls") or ()
-        )
-        return sum(len(m["content"]) for m in self.messages) + len(self.system or "") + calls
+        size = len(self.system or "")
+        for message in self.messages:
+            size += len(message["content"])
+            for call in message.get("tool_calls") or ():
+                size += len(str(call["function"]["arguments"]))
+        return size
 
     @property
     def calls(self) -> list[str]:
@@ -98,7 +98,8 @@ def row_of(
         },
         "split": "calibration",
     }
-    if offered := conversation.tools if conversation.tools is not None else tools:
+    offered = conversation.tools if conversation.tools is not None else tools
+    if offered:
         row["tools"] = [dict(t) for t in offered]
     return row
 
@@ -106,7 +107,8 @@ def row_of(
 def with_text_arguments(message: ChatMessage) -> ChatMessage:
     """Return the message with its calls' arguments as JSON strings, as OpenAI's requests have them."""
     result = message.copy()
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         result["tool_calls"] = [_with_text(call) for call in calls]
     return result
 

@@ -23,13 +23,17 @@ _BY_NAME = (
     r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
     r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
 )
-_KINDS = {
-    **{
-        kind: "|".join(f.likely for f in FORMS if f.kind == kind)
-        for kind in dict.fromkeys(f.kind for f in FORMS)
-    },
-    "password": _BY_NAME,
-}
+
+
+def _patterns() -> dict[str, str]:
+    """Return the pattern of each kind of secret."""
+    patterns: dict[str, list[str]] = {}
+    for form in FORMS:
+        patterns.setdefault(form.kind, []).append(form.likely)
+    return {kind: "|".join(parts) for kind, parts in patterns.items()} | {"password": _BY_NAME}
+
+
+_KINDS = _patterns()
 _PERSONAL = {
     "email address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b",
     "card number": r"\b(?:\d[ -]?){13,19}\b",
@@ -120,11 +124,9 @@ class Scanner:
 
 def _luhn(text: str) -> bool:
     """Return whether a card number's check digit is correct (ISO/IEC 7812)."""
-    digits = [int(c) for c in text if c.isdigit()]
-    return (
-        sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10
-        == 0
-    )
+    digits = [int(c) for c in reversed(text) if c.isdigit()]
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]
+    return (sum(digits[::2]) + sum(doubled)) % 10 == 0
 
 
 def _changed(value: object, change: Callable[[str], str]) -> object:
@@ -132,6 +134,8 @@ def _changed(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        kept = ("role", "name", "id", "tool_call_id")
-        return {key: item if key in kept else _changed(item, change) for key, item in value.items()}
+        fixed = ("role", "name", "id", "tool_call_id")
+        return {
+            key: item if key in fixed else _changed(item, change) for key, item in value.items()
+        }
     return [_changed(item, change) for item in value] if isinstance(value, list) else value

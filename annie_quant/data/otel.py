@@ -18,7 +18,8 @@ OPERATIONS = (
     "text_completion",
     "generate_content",
 )  # None: vLLM's spans; an agent's span has its calls' messages
-INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+INPUT = "gen_ai.input.messages"
+OUTPUT = "gen_ai.output.messages"
 PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 ANSWER_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 LEVELS = (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords"))
@@ -34,7 +35,8 @@ def is_export(document: object) -> bool:
 def records(document: object) -> Iterator[JsonObject]:
     """Yield each call of a model as a request with its response (data/log_records.py), or with "unusable": why it is none."""
     for time_s, attributes in _calls(document):
-        messages, answers = _content(attributes.get(INPUT)), _content(attributes.get(OUTPUT))
+        messages = _content(attributes.get(INPUT))
+        answers = _content(attributes.get(OUTPUT))
         if not isinstance(messages, list):
             yield {"unusable": f"a span without {INPUT}, or one that was cut"}
             continue

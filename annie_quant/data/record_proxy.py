@@ -46,7 +46,8 @@ MAX_HEADER_BYTES = 64 << 10
 CONNECT_S = 30.0
 HEAD_S = 10.0
 # A body may take 10 s plus 1 s per 10 kB; only the time of waiting for the client counts.
-BODY_S, BODY_BYTES_PER_S = 10.0, 10_000
+BODY_S = 10.0
+BODY_BYTES_PER_S = 10_000
 LATE_S = 1.0  # a request whose body is late by this time can be ended in favour of a new one
 WRITE_S = 60.0
 SHUTDOWN_S = 10.0  # for answers in flight when recording ends
@@ -99,7 +100,8 @@ class Recorder:
 
     def __init__(self, settings: RecorderSettings, progress: Progress = SILENT) -> None:
         need("aiohttp", "record")
-        self.settings, self.progress = settings, progress
+        self.settings = settings
+        self.progress = progress
         self.upstream = checked_upstream(settings)
         self.log = recorded_chat.ChatLog(settings.output, settings.most_bytes)
         self.result = Recorded(output=str(settings.output))
@@ -108,9 +110,8 @@ class Recorder:
         self._scanner = Scanner(settings.personal, settings.words)
         self._held = Held(MAX_HELD_BYTES)
         self._passed: dict[_Passed, None] = {}  # the requests in flight, the oldest first
-        self._silent: dict[
-            Any, float
-        ] = {}  # connection → when it was accepted, until its first head is complete
+        # connection → when it was accepted, until its first head is complete
+        self._silent: dict[Any, float] = {}
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="annie-quant-record")
@@ -199,7 +200,8 @@ class Recorder:
         self.log.close()
         self.result.left_out = dict(self._left_out)
         self.result.masked = {kind: n for kind, n in self._scanner.counts.items() if n}
-        self.result.size_bytes, self.result.stopped = self.log.size_bytes, self.log.stopped
+        self.result.size_bytes = self.log.size_bytes
+        self.result.stopped = self.log.stopped
         return self.result
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -210,13 +212,10 @@ class Recorder:
             return error_page(400, "the path must begin with /")
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
-        limits = {
-            "a request": recorded_chat.MAX_REQUEST_BYTES,
-            "an answer": recorded_chat.MAX_ANSWER_BYTES,
-        }
-        question, answer = (
-            Copy(self._held, most if is_chat else 0, name) for name, most in limits.items()
-        )
+        most_asked = recorded_chat.MAX_REQUEST_BYTES if is_chat else 0
+        most_answered = recorded_chat.MAX_ANSWER_BYTES if is_chat else 0
+        question = Copy(self._held, most_asked, "a request")
+        answer = Copy(self._held, most_answered, "an answer")
         passed = _Passed(request, question, answer)
         self._passed[passed] = None
         try:
@@ -240,12 +239,12 @@ class Recorder:
 
     def _keep(self, passed: _Passed) -> None:
         """Hand a chat to the writer's thread. Its bytes count as held until it is written."""
-        fault, size = passed.fault or passed.answer.fault, passed.question.size + passed.answer.size
-        if (
-            refused := passed.refused
-            or passed.question.fault
-            or ("the file's limit" if self.log.stopped else "")
-        ):
+        fault = passed.fault or passed.answer.fault
+        size = passed.question.size + passed.answer.size
+        refused = passed.refused or passed.question.fault
+        if not refused and self.log.stopped:
+            refused = "the file's limit"
+        if refused:
             self._left_out[refused] += 1
             self._held.now -= size
             return
@@ -266,10 +265,8 @@ class Recorder:
         try:
             line = recorded_chat.line_of(exchange, self._scanner)
         except Exception as error:  # also a record that no rule expects must not end the recording
-            known = isinstance(error, Unusable)
-            self._left_out[
-                str(error) if known else f"a chat that cannot be read ({type(error).__name__})"
-            ] += 1
+            reason = f"a chat that cannot be read ({type(error).__name__})"
+            self._left_out[str(error) if isinstance(error, Unusable) else reason] += 1
             return
         if not self.log.keep(line.data):
             self._left_out["the file's limit"] += 1
@@ -303,11 +300,9 @@ class _Passed:
     waiting_since: float | None = None
 
     def waiting_s(self) -> float:
-        return (
-            0.0
-            if self.waiting_since is None
-            else asyncio.get_running_loop().time() - self.waiting_since
-        )
+        if self.waiting_since is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self.waiting_since
 
     def abort(self) -> None:
         """End the client's connection at once."""
@@ -345,7 +340,9 @@ class _Passed:
             answer.close()
 
     async def _body(self) -> AsyncIterator[bytes]:
-        loop, waited, size = asyncio.get_running_loop(), 0.0, 0
+        loop = asyncio.get_running_loop()
+        waited = 0.0
+        size = 0
         while not self.is_received:
             self.waiting_since = loop.time()
             try:
@@ -376,20 +373,19 @@ class _Passed:
         from aiohttp import web
 
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        self.is_stream, self.coding = (
-            kind == "text/event-stream",
-            answer.headers.get("Content-Encoding", ""),
-        )
+        self.is_stream = kind == "text/event-stream"
+        self.coding = answer.headers.get("Content-Encoding", "")
         if answer.status != 200:
             self.refused = f"status {answer.status}"
         _fail_when_closed(answer)
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for name, value in returned(answer.headers):
             response.headers.add(name, value)
-        source, is_complete = answer.content.iter_any(), False
+        source = answer.content.iter_any()
+        is_complete = False
         try:
             await response.prepare(self.request)
-            while True:
+            while not is_complete:
                 try:
                     piece = await anext(source, b"")
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
@@ -397,11 +393,10 @@ class _Passed:
                     self.fault = "the server ended it early"
                     self.abort()
                     return response
-                if not piece:
-                    is_complete = True
-                    break
-                self.answer.add(piece)
-                await self._in_time(response.write(piece))
+                is_complete = not piece
+                if piece:
+                    self.answer.add(piece)
+                    await self._in_time(response.write(piece))
             await self._in_time(response.write_eof())
         except (asyncio.CancelledError, ConnectionError, aiohttp.ClientConnectionError):
             self.fault = self.fault or ("" if is_complete else "the client left")
@@ -450,7 +445,8 @@ def record(
 async def _record(
     settings: RecorderSettings, progress: Progress, on_ready: Callable[[str], object]
 ) -> Recorded:
-    recorder, ended = Recorder(settings, progress), asyncio.Event()
+    recorder = Recorder(settings, progress)
+    ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     in_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()

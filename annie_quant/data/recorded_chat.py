@@ -81,7 +81,9 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     request = _object(exchange.request)
     if request is None:
         raise Unusable("a request that is not a JSON object")
-    message, reason, fault = None, None, ""
+    message = None
+    reason = None
+    fault = ""
     if exchange.answer is not None:
         try:
             body = decompressed(exchange.answer, exchange.coding)
@@ -170,7 +172,8 @@ def decompressed(body: bytes, coding: str) -> bytes:
 def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     """Return message and finish reason of a chat completion. Raises Unusable where there is none."""
     first = first_choice(_object(body) or {}) or {}
-    message, reason = first.get("message"), first.get("finish_reason")
+    message = first.get("message")
+    reason = first.get("finish_reason")
     if not isinstance(message, dict):
         raise Unusable("an answer that is not a chat completion")
     return {**message, "role": "assistant"}, reason[:MAX_NAME] if isinstance(reason, str) else None
@@ -200,7 +203,8 @@ def without(value: T, secrets: Redactor) -> T:
 
 
 def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:
-    at, parts = 0, []
+    at = 0
+    parts = []
     for start, end in spans:
         if start >= at:
             parts += [text[at:start], MASK.encode()]
@@ -217,7 +221,8 @@ class ChatLog(JsonLines):
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         super().__init__(path, exclusive=True, private=True)
-        self.most_bytes, self.stopped = most_bytes, ""
+        self.most_bytes = most_bytes
+        self.stopped = ""
 
     def keep(self, line: bytes) -> bool:
         """Write one line. Return False, with nothing of the line in the file, where the limit is reached or the disk is full."""
@@ -275,7 +280,8 @@ class Held:
     """The bytes that all copies hold together."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.now = most, 0
+        self.most = most
+        self.now = 0
 
 
 @dataclass

@@ -117,7 +117,8 @@ class DuplicateFinder:
         new = features(text)
         if new in self._exact:
             return self._exact[new]
-        least, most = THRESHOLD * len(new), len(new) / THRESHOLD
+        least = THRESHOLD * len(new)
+        most = len(new) / THRESHOLD
         candidates = {index for feature in _prefix(new) for index in self._index.get(feature, ())}
         for name, other in map(self._texts.__getitem__, sorted(candidates)):
             if least <= len(other) <= most:
@@ -316,7 +317,8 @@ def check_prompt_hash(
     Returns None where all agree, else a description of the mismatch if `allow` is set. Raises UsageError otherwise.
     """
     stale: list[str] = []
-    checked, current = 0, ""
+    checked = 0
+    current = ""
     load = functools.cache(load_persona)
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
@@ -355,7 +357,9 @@ def check_prompt_hash(
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
 # In characters. A spoken answer is short; a whole conversation stays below 2,048 tokens at 4 characters per token.
-MAX_USER, MAX_ANSWER, MAX_TOTAL = 1000, 800, 8000
+MAX_USER = 1000
+MAX_ANSWER = 800
+MAX_TOTAL = 8000
 ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -466,13 +470,8 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
     turns = sum(m["role"] == "user" for m in row["messages"])
     if turns != category.turns:
         result.append(f"{turns} user turns, expected {category.turns}")
-    calls = [
-        c["function"]
-        for m in row["messages"]
-        for c in m.get("tool_calls") or ()
-        if c.get("function")
-    ]
-    called = [function.get("name") for function in calls]
+    calls = [call for m in row["messages"] for call in m.get("tool_calls") or ()]
+    called = [call["function"].get("name") for call in calls if call.get("function")]
     if category.tool and category.tool not in called:
         result.append(f"{category.tool} is not called")
     other = next((name for name in called if name != category.tool), None)
@@ -527,7 +526,8 @@ def validate(
     """
     persona = persona or load_persona("annie")
     total = tools = 0
-    by_category, counts = Counter[str](), Counter[str]()
+    by_category = Counter[str]()
+    counts = Counter[str]()
     finders: dict[str, DuplicateFinder] = {}
     categorized = False
     for row in rows:
@@ -536,7 +536,8 @@ def validate(
         categorized |= row.get("category") is not None and teacher_of(row) != "log"
         row_faults = faults(row, persona)
         if not row_faults:
-            finder, text = finders.setdefault(category, DuplicateFinder()), user_text(row)
+            finder = finders.setdefault(category, DuplicateFinder())
+            text = user_text(row)
             if finder.find(text) is not None:
                 row_faults = ["nearly the same user text as in another conversation"]
             finder.add(str(row.get("id", total)), text)
@@ -544,7 +545,8 @@ def validate(
         if not row_faults:
             tools += any(m.get("tool_calls") for m in row["messages"])
             by_category[category] += 1
-    expected, valid = max(total, requested or 0), by_category.total()
+    expected = max(total, requested or 0)
+    valid = by_category.total()
     share = (
         sum(c.tool is not None for c in persona.categories) / len(persona.categories)
         if categorized

@@ -3,26 +3,22 @@
 The phrasings of a built-in persona are in assets/offline_teacher/personas; those of any other persona are made from each tool's
 description and JSON schema. As in exchanges.py, every template and every free word belongs to one split.
 
-Arguments are drawn from the JSON schema: enums, constants, examples, numbers with limits, text by pattern, format and the
-property's name, arrays, nested objects, optional properties, unions and local references ($defs).
+Arguments are drawn from the JSON schema (data/schema_values.py).
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import msgspec
-import rstr
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
-from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.exchanges import (
     MY_TOPICS,
@@ -34,200 +30,9 @@ from annie_quant.data.exchanges import (
     memory,
     web,
 )
+from annie_quant.data.schema_values import NoValue, Schema, draw_arguments
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
-
-OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
-MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30
-LOW, HIGH = 1, 90  # numbers without limits
-
-Schema = Mapping[str, Any]  # a JSON schema, or an OpenAI tool with one
-
-
-class NoValue(Exception):
-    """No drawn value fits the schema."""
-
-
-def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject:
-    """Return arguments that fit a tool's parameters.
-
-    Raises NoValue where none of MAX_DRAWS attempts fits, for example because the schema refers to another document, which is
-    never fetched.
-    """
-    reason = None
-    for _ in range(MAX_DRAWS):
-        try:
-            value = _draw(schema, schema, rng, split, "", 0)
-        except (RecursionError, AttributeError, TypeError, ValueError, re.error):
-            raise NoValue("the schema is not valid, or refers to itself without end") from None
-        if isinstance(value, dict) and (reason := mismatch(value, schema)) is None:
-            return value
-    raise NoValue(
-        f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else "")
-    )
-
-
-def _draw(
-    node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int
-) -> object:
-    if not isinstance(node, Mapping):
-        return _text({}, rng, split, name)
-    if "$ref" in node:
-        node = _resolved(node, root)
-    if "const" in node:
-        return node["const"]
-    if node.get("enum"):
-        return rng.choice(node["enum"])
-    for key in ("anyOf", "oneOf"):
-        if node.get(key):
-            null = {"type": "null"}
-            deep = depth >= MAX_DEPTH and null in node[key]  # where a schema refers to itself
-            options = (
-                [null] if deep else [option for option in node[key] if option != null] or node[key]
-            )
-            return _draw(
-                {**_without(node, key), **_resolved(rng.choice(options), root)},
-                root,
-                rng,
-                split,
-                name,
-                depth,
-            )
-    if node.get("allOf"):
-        return _draw(
-            _merged([_without(node, "allOf"), *node["allOf"]], root), root, rng, split, name, depth
-        )
-    kind = node.get("type")
-    if isinstance(kind, list):
-        kind = rng.choice([k for k in kind if k != "null"] or kind)
-    if kind is None:
-        kind = "object" if "properties" in node else "array" if "items" in node else "string"
-    if kind == "object":
-        return _object(node, root, rng, split, depth)
-    if kind == "array":
-        low, high = (
-            int(node.get("minItems", depth < MAX_DEPTH)),
-            int(node.get("maxItems", MAX_ITEMS)),
-        )
-        n = rng.randint(low, max(low, min(high, low + MAX_ITEMS - 1))) if depth < MAX_DEPTH else low
-        items = [_draw(node.get("items", {}), root, rng, split, name, depth + 1) for _ in range(n)]
-        if node.get("uniqueItems"):
-            items = list({json.dumps(item, sort_keys=True): item for item in items}.values())
-        return items
-    if kind in ("integer", "number"):
-        return _number(node, rng, kind)
-    if kind == "boolean":
-        return rng.random() < 0.5
-    return None if kind == "null" else _text(node, rng, split, name)
-
-
-def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> JsonObject:
-    required = set(node.get("required") or ())
-    properties = node.get("properties") or {}
-    chosen = [
-        key
-        for key in properties
-        if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)
-    ]
-    chosen += [key for key in required if key not in properties]
-    return {key: _draw(properties.get(key, {}), root, rng, split, key, depth + 1) for key in chosen}
-
-
-def _number(node: Schema, rng: random.Random, kind: str) -> int | float:
-    low = node.get("minimum", node.get("exclusiveMinimum"))
-    high = node.get("maximum", node.get("exclusiveMaximum"))
-    if low is None:
-        low = min(LOW, high - (HIGH - LOW)) if high is not None else LOW
-    if high is None:
-        high = max(HIGH, low + (HIGH - LOW))
-    step = node.get("multipleOf") or (1 if kind == "integer" else 0.5)
-    first, last = -(-low // step), high // step
-    if last < first:
-        return low if kind == "number" else int(low)
-    value = rng.randint(int(first), int(last)) * step
-    return int(value) if kind == "integer" else float(value)
-
-
-def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
-    """Return an example of the schema, or a text by its format and name; one by its pattern where that does not match."""
-    examples = [text for text in node.get("examples") or () if isinstance(text, str)]
-    text, pattern = (
-        rng.choice(examples) if examples else _word(node, rng, split, name),
-        node.get("pattern"),
-    )
-    if pattern is None or re.search(pattern, text):
-        return text
-    generator = rstr.Rstr(rng)
-    return min(
-        (generator.xeger(pattern) for _ in range(3)), key=len
-    )  # * and + repeat up to 100 times
-
-
-def _word(node: Schema, rng: random.Random, split: str, name: str) -> str:
-    kind, key = node.get("format"), name.lower()
-    day, month, hour, minute = (
-        rng.randint(1, 28),
-        rng.randint(1, 12),
-        rng.randint(6, 22),
-        rng.choice((0, 15, 30, 45)),
-    )
-    who = rng.choice(WORDS.names[split])
-    if kind == "date" or key in ("date", "day", "birthday") or key.endswith("_date"):
-        return f"2026-{month:02d}-{day:02d}"
-    if kind == "date-time":
-        return f"2026-{month:02d}-{day:02d}T{hour:02d}:{minute:02d}:00Z"
-    if kind == "time" or key == "time" or key.endswith("_time"):
-        return f"{hour:02d}:{minute:02d}"
-    if kind == "email" or "email" in key:
-        return f"{who.lower()}{rng.randint(1, 99)}@example.org"
-    if kind in ("uri", "url") or key in ("url", "uri", "link"):
-        return f"https://example.org/{who.lower()}/{rng.randint(1, 999)}"
-    if key in ("room", "place", "area", "zone"):  # language: data
-        return rng.choice(WORDS.units)
-    if key in ("city", "location", "town"):
-        return rng.choice(WORDS.facts["capital"])[1]
-    if key == "country":
-        return rng.choice(WORDS.facts["capital"])[0]
-    if key in ("name", "person", "contact", "user", "recipient", "to"):
-        return who
-    if key.endswith(("_id", "number", "code")) or key in ("id", "order"):
-        return f"{key[:1].upper() or 'N'}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
-    low, high = int(node.get("minLength", 0)), int(node.get("maxLength", 1000))
-    text = rng.choice(MY_TOPICS[split])
-    if len(text) < low:
-        text = (text + " ") * (low // (len(text) + 1) + 1)
-    return text[:high].strip() if low <= len(text[:high].strip()) else text[:high]
-
-
-def _resolved(node: object, root: Schema) -> Schema:
-    """Return a schema with its local reference (#/$defs/NAME) replaced by what it refers to."""
-    for _ in range(MAX_DEPTH):
-        if not isinstance(node, Mapping) or "$ref" not in node:
-            break
-        target: Any = root
-        for part in str(node["$ref"]).lstrip("#/").split("/"):
-            target = target.get(part, {}) if isinstance(target, Mapping) else {}
-        node = {**target, **_without(node, "$ref")}
-    return node if isinstance(node, Mapping) else {}
-
-
-def _merged(nodes: Sequence[object], root: Schema) -> JsonObject:
-    schemas = [_resolved(node, root) for node in nodes]
-    result: JsonObject = {key: value for schema in schemas for key, value in schema.items()}
-    properties = {
-        name: value for schema in schemas for name, value in schema.get("properties", {}).items()
-    }
-    required = [name for schema in schemas for name in schema.get("required", ())]
-    return (
-        result
-        | ({"properties": properties} if properties else {})
-        | ({"required": required} if required else {})
-    )
-
-
-def _without(node: Schema, key: str) -> JsonObject:
-    return {k: v for k, v in node.items() if k != key}
-
 
 ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}
 PARALLEL_SHARE = 0.1  # of requests for a tool that need two calls
@@ -240,6 +45,10 @@ class DrawnCall:
     name: str
     arguments: JsonObject
     result: str
+
+    def as_result(self) -> JsonObject:
+        """Return the result as a workload's turn has it."""
+        return {"name": self.name, "arguments": self.arguments, "content": self.result}
 
     def openai(self) -> ChatCall:
         text = json.dumps(self.arguments, ensure_ascii=False)
@@ -438,7 +247,8 @@ def flattened(arguments: Mapping[str, object], prefix: str = "") -> list[tuple[s
             )
             for index, item in enumerate((v for v in values if isinstance(v, Mapping)), 1):
                 pairs += flattened(item, f"{label} {index}")
-            if plain := [_in_words(v) for v in values if not isinstance(v, (Mapping, list))]:
+            plain = [_in_words(v) for v in values if not isinstance(v, (Mapping, list))]
+            if plain:
                 pairs.append((label, " and ".join(plain)))
     return pairs
 

@@ -66,7 +66,7 @@ MAX_TOKENS = 160
 MAX_DRAWS = 50  # attempts to draw a new prompt, per case
 MAX_REPEATS = 10  # in a row, until it is another tool's turn
 TALK_SHARE = 3  # n / TALK_SHARE conversations of several turns
-LEAST = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
+MIN_CASES = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
 
 
 def resolve(
@@ -80,22 +80,18 @@ def resolve(
 
     Raises UsageError for a name or path that does not exist, and where two workloads have the same name.
     """
-    who = (
-        None
-        if persona is None
-        else persona
-        if isinstance(persona, Persona)
-        else load_persona(str(persona))
-    )
+    who = load_persona(str(persona)) if isinstance(persona, (str, os.PathLike)) else persona
     if workloads is not None:
-        named = [w for item in _items(workloads) for w in _load(item)]
-        chosen = named if who is None else [with_persona(w, who) for w in named]
+        chosen = [workload for item in _items(workloads) for workload in _load(item)]
+        if who is not None:
+            chosen = [with_persona(workload, who) for workload in chosen]
+    elif who is None:
+        chosen = judge.load_workloads()
     else:
-        chosen = (
-            (stored_workloads(who) or generated_workloads(who)) if who else judge.load_workloads()
-        )
+        chosen = stored_workloads(who) or generated_workloads(who)
     names = [w.name for w in chosen]
-    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
         raise UsageError(f"two workloads are called {duplicates[0]!r}", "give each its own name")
     return chosen
 
@@ -108,11 +104,8 @@ def stored_workloads(persona: Persona) -> list[Workload]:
         folder = persona.folder / WORKLOADS
     else:
         return []
-    return (
-        [with_persona(w, persona) for w in judge.load_workloads(folder=folder)]
-        if folder.is_dir()
-        else []
-    )
+    stored = judge.load_workloads(folder=folder) if folder.is_dir() else []
+    return [with_persona(workload, persona) for workload in stored]
 
 
 def generated_workloads(persona: Persona, n: int = N_GENERATED, seed: int = 0) -> list[Workload]:
@@ -198,10 +191,10 @@ def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[Workload
             ("tool_call", "tool_arguments"),
             _cases(n, seed, _call_case, persona),
         )
-        parallel = _cases(max(LEAST, n // TALK_SHARE), seed, _parallel_case, persona)
+        parallel = _cases(max(MIN_CASES, n // TALK_SHARE), seed, _parallel_case, persona)
         if parallel:
             yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
-        results = _cases(max(LEAST, n // TALK_SHARE), seed, _result_case, persona)
+        results = _cases(max(MIN_CASES, n // TALK_SHARE), seed, _result_case, persona)
         yield _document(persona, "tool_results", ("recall",), results)
     yield _document(persona, "no_tool", ("abstention",), _cases(n, seed, _no_tool_case, persona))
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
@@ -290,9 +283,7 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
-    results = [
-        {"name": c.name, "arguments": c.arguments, "content": c.result} for c in exchange.calls
-    ]
+    results = [call.as_result() for call in exchange.calls]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
     return CaseFile(
         id=0, turns=[exchange.user, {"results": results}], expect={"turns": [{}, expected]}
@@ -357,9 +348,11 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
     tools = (*own, *(tool for tool in shared if tool["function"]["name"] not in names))
     base = persona or Persona(name="Annie", system_prompt=battery.system or "")
     who = msgspec.structs.replace(base, tools=tools)
-    draws = [_Draw(who, own or tools, axis, index, seed) for index in range(n)]
-    return [
-        replace(
+    cases = [_LadderCase(who, own or tools, axis, index, seed) for index in range(n)]
+    result = []
+    for level in LEVELS[axis]:
+        key = json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)
+        workload = replace(
             battery,
             name="ladder_steps" if axis == "steps" else f"ladder_{axis}_{level}",
             description=f"The same requests at level {level} of the axis {axis}",
@@ -367,60 +360,52 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
             tools=None,
             max_tokens=MAX_TOKENS,
             gates=GATES,
-            cases=tuple(draw.case(level) for draw in draws),
+            cases=tuple(case.at(level) for case in cases),
             context=ContextFile(tokens=level) if axis == "tokens" and level else None,
-            sha256=sha256_text(
-                json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)
-            ),
+            sha256=sha256_text(key),
         )
-        for level in LEVELS[axis]
-    ]
+        result.append(workload)
+    return result
 
 
-class _Draw:
+CALLS_BEFORE = {"steps": STEPS - 1, "poisoned": HISTORY}
+
+
+class _LadderCase:
     """One case of a ladder: what is the same at all its levels."""
 
     def __init__(
         self, persona: Persona, tools: Sequence[Tool], axis: str, index: int, seed: int
     ) -> None:
         rng = random.Random(f"{seed}/{axis}/{index}")
-        before = STEPS - 1 if axis == "steps" else HISTORY if axis == "poisoned" else 0
+        before = CALLS_BEFORE.get(axis, 0)
         order = rng.sample(list(tools), len(tools)) if before else tools[index % len(tools) :]
         chosen = [order[i % len(order)] for i in range(before + 1)]
-        self.axis, self.id = axis, f"{index:02d}"
-        self.exchanges = [drawn for tool in chosen if (drawn := _drawn(persona, tool, rng, 1))]
+        self.axis = axis
+        self.id = f"{index:02d}"
+        self.exchanges = [*filter(None, (_drawn(persona, tool, rng, 1) for tool in chosen))]
         called = {e.calls[0].name for e in self.exchanges}
         self.called = [tool for tool in persona.tools if tool["function"]["name"] in called]
         self.others = [tool for tool in persona.tools if tool["function"]["name"] not in called]
         rng.shuffle(self.others)
 
-    def case(self, level: int) -> Case:
+    def at(self, level: int) -> Case:
+        """Return the case at one level."""
         count = level if self.axis == "tools" else max(OFFERED, len(self.called))
         offered = [*self.called, *self.others[: count - len(self.called)]]
         random.Random(f"{self.id}/{level if self.axis == 'tools' else ''}").shuffle(offered)
         calls = [e.calls[0] for e in self.exchanges]
         if self.axis == "steps":
-            results = [
-                {"name": c.name, "arguments": c.arguments, "content": c.result} for c in calls[:-1]
-            ]
-            turns: list[Turn] = [_script(calls, offered), *({"results": [row]} for row in results)]
-            return Case(
-                self.id,
-                turns=tuple(turns),
-                expect={"turns": [expected_call(c) for c in calls]},
-                tools=tuple(offered),
-            )
-        history = [
-            _exchanged(e, number, number >= HISTORY - level)
-            for number, e in enumerate(self.exchanges[:-1])
-        ]
-        asked = [
-            *(m for messages in history for m in messages),
-            {"role": "user", "content": self.exchanges[-1].user},
-        ]
-        return Case(
-            self.id, messages=tuple(asked), expect=expected_call(calls[-1]), tools=tuple(offered)
-        )
+            turns: list[Turn] = [_script(calls, offered)]
+            turns += [{"results": [call.as_result()]} for call in calls[:-1]]
+            expect = {"turns": [expected_call(call) for call in calls]}
+            return Case(self.id, turns=tuple(turns), expect=expect, tools=tuple(offered))
+        messages: list[ChatMessage] = []
+        for number, exchange in enumerate(self.exchanges[:-1]):
+            messages += _exchanged(exchange, number, malformed=number >= HISTORY - level)
+        messages.append({"role": "user", "content": self.exchanges[-1].user})
+        expect = expected_call(calls[-1])
+        return Case(self.id, messages=tuple(messages), expect=expect, tools=tuple(offered))
 
 
 def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[ChatMessage]:
@@ -443,15 +428,11 @@ def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[Cha
 
 def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:
     """Return the request for a chain of calls."""
-    documents: dict[str, JsonObject] = {
-        tool["function"]["name"]: tool["function"] for tool in tools
-    }
-    lines = [
-        f"{number}. {action_of(documents[call.name])}"
-        + "".join(f", {name} {value}" for name, value in flattened(call.arguments))
-        for number, call in enumerate(calls, 1)
-    ]
-    return (
-        "Do these steps in this order, with one call each, the next one after each result:\n"
-        + "\n".join(lines)
-    )
+    documents: dict[str, JsonObject] = {}
+    for tool in tools:
+        documents[tool["function"]["name"]] = tool["function"]
+    lines = ["Do these steps in this order, with one call each, the next one after each result:"]
+    for number, call in enumerate(calls, 1):
+        values = [f", {name} {value}" for name, value in flattened(call.arguments)]
+        lines.append(f"{number}. {action_of(documents[call.name])}{''.join(values)}")
+    return "\n".join(lines)

@@ -111,7 +111,8 @@ def with_nan(kind: Any, value: object) -> object:
     """
     if kind is float:
         return math.nan if value is None else value
-    origin, members = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    members = get_args(kind)
     if origin is Annotated:
         return with_nan(members[0], value)
     if origin in (Union, types.UnionType):
@@ -292,7 +293,8 @@ def _fit(kind: Any, value: object) -> Any:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UsageError):
-        origin, members = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        members = get_args(kind)
     if origin is Annotated:
         return _converted(_fit(members[0], value), kind)
     if origin in (Union, types.UnionType):

@@ -268,13 +268,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         Each gap is divided by the tokens of its event; where only the whole answer was counted, by their mean. [] where the server
         counted none.
         """
-        tokens, gaps = self.tokens, self.timings.itl_ms
+        tokens = self.tokens
+        gaps = self.timings.itl_ms
         if len(tokens.event_tokens) == len(gaps) and gaps:
-            return [
-                gap / n
-                for gap, n in zip(gaps, tokens.event_tokens, strict=True)
-                for _ in range(min(n, MAX_EVENT_TOKENS))
-            ]
+            result: list[float] = []
+            for gap, n in zip(gaps, tokens.event_tokens, strict=True):
+                result += [gap / n] * min(n, MAX_EVENT_TOKENS) if n else []
+            return result
         count = tokens.completion_tokens
         if tokens.tokens_estimated or not count or count < 2 or not gaps:
             return []

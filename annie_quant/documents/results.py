@@ -136,7 +136,8 @@ def limited_identity(fields: Mapping[str, Any]) -> Identity:
         for name in names
         if isinstance(fields.get(name), str)
     }
-    sizes, caveats = _entries(fields.get("model_meta")), fields.get("caveats")
+    sizes = _entries(fields.get("model_meta"))
+    caveats = fields.get("caveats")
     known = {
         name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))
     }

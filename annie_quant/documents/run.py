@@ -223,7 +223,8 @@ def read_bench(folder: str | os.PathLike[str]) -> Bench:
     bench = decode(Bench, root / "bench.json")
     if not bench.aggregates.served and (root / "run.json").is_file():
         run = decode(Run, root / "run.json")
-        bench.aggregates, bench.verdict = run.aggregates, run.verdict
+        bench.aggregates = run.aggregates
+        bench.verdict = run.verdict
     return bench
 
 

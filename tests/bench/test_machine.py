@@ -18,7 +18,6 @@ pytest.importorskip("annie_quant._stream", reason="the streaming client is not b
 from annie_quant import bench, documents
 from annie_quant.bench import machine
 from annie_quant.bench.run_folder import read_records, valid_records
-from annie_quant.core import host
 from annie_quant.documents import MachineSpan, MachineState
 from annie_quant.gemm import arrays
 
@@ -386,25 +385,6 @@ def test_the_gpu_of_this_machine_is_not_probed_for_a_server_elsewhere():
 
 
 # ---- machines
-
-
-def test_without_nvml_the_gpu_is_read_by_nvidia_smi(monkeypatch, tmp_path):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\necho '$*' >> calls\necho '1410 MHz, 81, 0x0000000000000024'\necho '1980 MHz, 60, [N/A]'\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(host, "nvml_devices", lambda: (None, []))
-    monkeypatch.setattr(host, "SMI_EVERY_S", 1e6)
-    host._smi_states.cache_clear()
-    states = [host.machine_state() for _ in range(3)]
-    host._smi_states.cache_clear()
-    assert states == [(1410.0, 81.0, "software power cap, software thermal slowdown")] * 3, (
-        "the hottest GPU"
-    )
-    assert len((tmp_path / "calls").read_text().splitlines()) == 1, "one call serves a period"
 
 
 def state(values):

@@ -20,7 +20,8 @@ from annie_quant.data.rows import (
     form_faults,
     form_report,
 )
-from annie_quant.data.tool_exchanges import draw_arguments, draw_exchange
+from annie_quant.data.schema_values import draw_arguments
+from annie_quant.data.tool_exchanges import draw_exchange
 from annie_quant.data.workloads import gate_documents, generated_workloads, personas_of, resolve
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.library import build_workload

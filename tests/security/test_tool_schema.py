@@ -10,7 +10,7 @@ from stream_server import RawServer
 
 from annie_quant.core.json_schema import mismatch
 from annie_quant.data import validate
-from annie_quant.data.tool_exchanges import NoValue, draw_arguments
+from annie_quant.data.schema_values import NoValue, draw_arguments
 
 
 def test_a_reference_to_a_server_or_a_file_is_not_fetched(tmp_path):

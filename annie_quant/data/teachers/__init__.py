@@ -84,7 +84,8 @@ class BatchFailed(Exception):
 
     def __init__(self, message: str, cost_usd: float | None = None, tokens: int = 0) -> None:
         super().__init__(message)
-        self.cost_usd, self.tokens = cost_usd, tokens
+        self.cost_usd = cost_usd
+        self.tokens = tokens
 
 
 class RateLimited(Exception):
@@ -187,7 +188,8 @@ def conversations(answer: object) -> Iterator[Record]:
     """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
     if isinstance(answer, str):
         answer = _FENCE.sub("", answer)
-        decoder, at = json.JSONDecoder(), 0
+        decoder = json.JSONDecoder()
+        at = 0
         while (at := answer.find("{", at)) >= 0:
             try:
                 value, end = decoder.raw_decode(answer, at)

@@ -61,8 +61,11 @@ class Envelope(msgspec.Struct):
 
 class ClaudeCli(PromptedTeacher):
     def __init__(self, program: str, flags: frozenset[str], options: Options) -> None:
-        self.program, self.flags, self.options = program, flags, options
-        self.model, self.batch_size = options.model or MODEL, options.batch_size
+        self.program = program
+        self.flags = flags
+        self.options = options
+        self.model = options.model or MODEL
+        self.batch_size = options.batch_size
 
     def command(self, schema: JsonObject) -> list[str]:
         """Return the argument list of one batch."""
@@ -93,7 +96,8 @@ class ClaudeCli(PromptedTeacher):
         """Return the exception for a failed call: a wait, the end of the run, or a retry."""
         message = without_secrets(message, os.environ)
         line = message.splitlines()[0][:200] if message else "no output"
-        if reset := _RESET.search(message):
+        reset = _RESET.search(message)
+        if reset:
             return RateLimited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))
         if _LOGIN.search(message):
             return EnvironmentFault(

@@ -21,7 +21,8 @@ RATE_LIMITED = (429, 503, 529)
 
 class OpenAi(PromptedTeacher):
     def __init__(self, url: str, key: str, options: Options) -> None:
-        self.url, self.options = url, options
+        self.url = url
+        self.options = options
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         model = options.model or self.first_model()
         if not model:
@@ -29,7 +30,8 @@ class OpenAi(PromptedTeacher):
                 "--teacher openai needs the model's name: /v1/models names none",
                 "--teacher-model NAME",
             )
-        self.model, self.batch_size = model, options.batch_size
+        self.model = model
+        self.batch_size = options.batch_size
         self.answered = (
             False  # whether a server has answered; a later failure to connect is repeated
         )
@@ -80,7 +82,8 @@ class OpenAi(PromptedTeacher):
                 "check --url and --teacher-model",
             )
         usage = record["usage"] or {}
-        tokens, cost = integer(usage.get("total_tokens")) or 0, cost_usd(usage.get("cost"))
+        tokens = integer(usage.get("total_tokens")) or 0
+        cost = cost_usd(usage.get("cost"))
         if record["error"] and status == 0 and not self.answered:
             raise ServerError(
                 f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url"

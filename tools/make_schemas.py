@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from annie_quant import documents  # noqa: E402
-from annie_quant.documents.records import GROUPS  # noqa: E402
+from annie_quant.documents.records import RECORD_GROUPS  # noqa: E402
 
 
 def default(field: msgspec.structs.FieldInfo) -> object:
@@ -31,12 +31,12 @@ def default(field: msgspec.structs.FieldInfo) -> object:
 
 def record_line() -> type[msgspec.Struct]:
     """Return the type of a line of records.jsonl: the fields of a record and of its groups next to each other."""
-    kinds = [documents.RequestRecord, *GROUPS.values()]
+    kinds = [documents.RequestRecord, *RECORD_GROUPS.values()]
     fields = [
         (field.name, field.type) if field.required else (field.name, field.type, default(field))
         for kind in kinds
         for field in msgspec.structs.fields(kind)
-        if field.name not in GROUPS
+        if field.name not in RECORD_GROUPS
     ]
     namespace = {
         "__doc__": "One line of records.jsonl: one request of a benchmark, its answer and what the gates found."

@@ -26,7 +26,7 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data import otel
 from annie_quant.data.log_records import Conversation, called
-from annie_quant.data.log_sample import max_tokens, plain
+from annie_quant.data.log_sample import max_tokens, without_thinking
 from annie_quant.data.logs import Problems, files_of, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.documents import ChatMessage, ContextFile
@@ -260,7 +260,7 @@ def _log_trace(path: PathLike, n: int) -> Workload:
             problems.add(reason, conversation.source)
             continue
         lengths += map(_length, answers)
-        messages = [plain(m) for m in scanner.conversation(prompt)]
+        messages = [without_thinking(m) for m in scanner.conversation(prompt)]
         if conversation.system is not None:
             messages.insert(0, {"role": "system", "content": scanner.masked(conversation.system)})
         calls = [name for m in answers for name in called(m)]

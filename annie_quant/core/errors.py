@@ -7,7 +7,7 @@ from types import ModuleType
 
 from annie_quant.core.text import printable
 
-MAX_MESSAGE = 2000  # characters
+MAX_MESSAGE_CHARACTERS = 2000  # characters
 EXIT_CODES = {
     0: "success",
     1: "a gate failed, or a check found a fault",
@@ -25,8 +25,8 @@ class AnnieError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         # Both may quote a file or a server.
-        self.message = printable(message, MAX_MESSAGE)
-        self.hint = printable(hint, MAX_MESSAGE, lines=True)
+        self.message = printable(message, MAX_MESSAGE_CHARACTERS)
+        self.hint = printable(hint, MAX_MESSAGE_CHARACTERS, lines=True)
         super().__init__(self.message)
 
 

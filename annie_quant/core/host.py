@@ -280,8 +280,8 @@ def _cpu_temperature_c() -> float | None:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError, RuntimeError):  # not on this system
         return None
-    heats = [float(sensor.current or 0) for group in sensors.values() for sensor in group]
-    return max(heats, default=0.0) or None
+    heats = (sensor.current or 0 for group in sensors.values() for sensor in group)
+    return max(map(float, heats), default=0.0) or None
 
 
 def is_local(host: str) -> bool:

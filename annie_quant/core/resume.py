@@ -26,7 +26,7 @@ from annie_quant.core.files import read_whole_json, take_lock, write_json
 T = TypeVar("T")
 
 KEY_FILE = "key.json"
-BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 64 << 10
 
 
 def launcher_rank() -> int:
@@ -121,7 +121,7 @@ class JsonLines:
     def _end_of_last_line(self) -> int:
         end = os.fstat(self._file).st_size
         while end > 0:
-            start = max(0, end - BLOCK_BYTES)
+            start = max(0, end - _BLOCK_BYTES)
             newline = os.pread(self._file, end - start, start).rfind(b"\n")
             if newline >= 0:
                 return start + newline + 1

@@ -341,15 +341,17 @@ class Redactor:
         The strings at the same path of successive events are joined, as a client does for display. A secret may also continue at
         another path.
         """
-        texts: dict[tuple[object, ...], list[tuple[int, bytes]]] = {}
+        strings: dict[tuple[object, ...], list[bytes]] = {}
+        indices: dict[tuple[object, ...], list[int]] = {}
         for index, raw in enumerate(events):
             for path, string in _strings(payload(raw)):
-                texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
-        parts_of = list(texts.values())
-        strings_of = [[string for _, string in parts] for parts in parts_of]
-        for text, start, end in self.spans_in([*map(b"".join, strings_of)]):
-            for part, low, high in _parts(strings_of[text], [(start, end)]):
-                yield *parts_of[text][part], low, high
+                strings.setdefault(path, []).append(string.encode("utf-8", "surrogatepass"))
+                indices.setdefault(path, []).append(index)
+        paths = list(strings)
+        for text, start, end in self.spans_in([b"".join(strings[path]) for path in paths]):
+            path = paths[text]
+            for part, low, high in _parts(strings[path], [(start, end)]):
+                yield indices[path][part], strings[path][part], low, high
 
 
 def _parts(

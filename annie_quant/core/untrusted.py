@@ -22,9 +22,9 @@ from annie_quant.core.text import printable
 
 # A decoded JSON object of another party: the type of a field is checked where it is read.
 JsonObject = dict[str, Any]
-MAX_DEPTH = 8
+MAX_STORED_DEPTH = 8
 MAX_ENTRIES = 100
-MAX_TEXT = 1000
+MAX_STORED_TEXT = 1000
 MAX_INTEGER = 2**53  # beyond it JSON readers disagree
 MAX_COUNT = 10**14  # sums of a few such counts can be stored (documents.reading.Count)
 MAX_COST_USD = 1e9
@@ -63,14 +63,14 @@ def changed_texts(value: object, change: Callable[[str], str]) -> object:
     return [changed_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
-def limited(value: object, depth: int = MAX_DEPTH) -> Any:
+def limited(value: object, depth: int = MAX_STORED_DEPTH) -> Any:
     """Return a copy of a decoded JSON value that can be stored.
 
-    It has MAX_ENTRIES per list or object, MAX_TEXT characters per text, finite numbers, integers up to MAX_INTEGER. What does not
-    fit is cut, or None.
+    It has MAX_ENTRIES per list or object, MAX_STORED_TEXT characters per text, finite numbers, and
+    integers up to MAX_INTEGER. What does not fit is cut, or None.
     """
     if isinstance(value, str):
-        return value[:MAX_TEXT]
+        return value[:MAX_STORED_TEXT]
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -81,7 +81,7 @@ def limited(value: object, depth: int = MAX_DEPTH) -> Any:
         return None
     if isinstance(value, dict):
         entries = list(value.items())[:MAX_ENTRIES]
-        return {str(key)[:MAX_TEXT]: limited(item, depth - 1) for key, item in entries}
+        return {str(key)[:MAX_STORED_TEXT]: limited(item, depth - 1) for key, item in entries}
     if isinstance(value, list):
         return [limited(item, depth - 1) for item in value[:MAX_ENTRIES]]
     return None

@@ -1,6 +1,6 @@
 """Built-in conversations with Annie: exchanges drawn from templates with seeded choices.
 
-draw(category, rng, split) returns one exchange; conversation(rng, split) returns five.
+draw_category(category, rng, split) returns one exchange; conversation(rng, split) returns five.
 
 Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or gate), so that no model is judged
 with a phrasing that it was trained or calibrated on. Facts (words.json) are the same in every split. Topics of tool calls differ,
@@ -264,7 +264,7 @@ def long_response(rng: random.Random, split: str) -> Exchange:
     return Exchange("long_response", user, reply, thought, subject, subject)
 
 
-def memory(rng: random.Random, split: str) -> Exchange:
+def memory_exchange(rng: random.Random, split: str) -> Exchange:
     topic = rng.choice(MY_TOPICS[split])
     question = rng.choice(PHRASES.memory_questions[split]).format(
         t=topic, day=rng.choice(WORDS.days)
@@ -273,7 +273,7 @@ def memory(rng: random.Random, split: str) -> Exchange:
     return tool_exchange(rng, "memory", "search_memory", PHRASES.memory_results, user, topic, topic)
 
 
-def web(rng: random.Random, split: str) -> Exchange:
+def web_exchange(rng: random.Random, split: str) -> Exchange:
     topic = rng.choice(WEB_TOPICS[split])
     user = with_opener(rng, split, rng.choice(PHRASES.web_questions[split]).format(t=topic))
     return tool_exchange(
@@ -306,7 +306,7 @@ def tool_exchange(
     )
 
 
-def abstention(rng: random.Random, split: str) -> Exchange:
+def abstention_exchange(rng: random.Random, split: str) -> Exchange:
     """Return a request that looks like work for a tool, though no offered tool can do it."""
     device = rng.choice(WORDS.devices).format(n=rng.randint(2, 9))
     user = capitalized(rng.choice(PHRASES.abstention_requests[split]).format(d=device))
@@ -320,21 +320,21 @@ def thanks(rng: random.Random, split: str) -> Exchange:
     return Exchange("greeting", user, reply, PHRASES.thoughts["thanks"], "thanks", reply)
 
 
-CATEGORIES = {
+ANNIE_CATEGORIES = {
     "greeting": greeting,
     "factual": factual,
     "conversational": conversational,
     "reasoning": reasoning,
     "long_response": long_response,
-    "memory": memory,
-    "web": web,
-    "abstention": abstention,
+    "memory": memory_exchange,
+    "web": web_exchange,
+    "abstention": abstention_exchange,
     "thanks": thanks,
 }
 
 
-def draw(category: str, rng: random.Random, split: str) -> Exchange:
-    return CATEGORIES[category](rng, split)
+def draw_category(category: str, rng: random.Random, split: str) -> Exchange:
+    return ANNIE_CATEGORIES[category](rng, split)
 
 
 def follow_up(rng: random.Random, split: str) -> Exchange:
@@ -348,5 +348,5 @@ def conversation(rng: random.Random, split: str) -> list[Exchange]:
     subject, answer = rng.choice(WORDS.facts["capital"])
     question = rng.choice(PHRASES.facts["capital"][split]).format(s=subject)
     capital = fact("capital", subject, answer, with_opener(rng, split, question))
-    fourth = draw(rng.choice(("conversational", "reasoning", "factual")), rng, split)
+    fourth = draw_category(rng.choice(("conversational", "reasoning", "factual")), rng, split)
     return [greeting(rng, split), capital, follow_up(rng, split), fourth, thanks(rng, split)]

@@ -25,6 +25,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import teachers
+from annie_quant.data.exchanges import SPLITS
 from annie_quant.data.rows import (
     MIN_VALID,
     DuplicateFinder,
@@ -124,7 +125,6 @@ class Journal:
 
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
-SPLITS = ("train", "calibration", "gate")
 MAX_FRUITLESS = (
     3  # consecutive batches without a new conversation, after which a category is given up
 )
@@ -132,7 +132,7 @@ MAX_RETRIES = 3  # of one failed batch
 # for a rate limit; the last one is the sum for one batch
 FIRST_WAIT_S = 5.0
 LONGEST_WAIT_S = 120.0
-MAX_WAIT_S = 900.0
+MAX_TOTAL_WAIT_S = 900.0
 MIN_BUDGET_USD = 0.005
 
 
@@ -181,7 +181,7 @@ def generate(
         )
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
-    module = teachers.find(teacher)
+    module = teachers.find_teacher(teacher)
     target = Path(output) if output is not None else None
     finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
     if finished is not None:
@@ -304,7 +304,7 @@ class _Run:
                     if limit.wait_s is not None
                     else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
                 )
-                if waited_s + wait_s > MAX_WAIT_S:
+                if waited_s + wait_s > MAX_TOTAL_WAIT_S:
                     raise self.stopped(
                         f"{limit}; it requires another {wait_s:.0f} s", ServerError
                     ) from None

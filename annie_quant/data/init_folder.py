@@ -22,7 +22,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.templates import render_markdown
-from annie_quant.data.log_records import Tool
+from annie_quant.data.log_records import LoggedTool
 from annie_quant.data.log_sample import LogSample, inferred_tools, read_sample, split_conversations
 from annie_quant.data.masking import Scanner
 from annie_quant.data.workloads import WORKLOADS, gate_documents
@@ -40,7 +40,7 @@ PERSONA_FIELDS = (
     "rules",
     "examples",
 )  # those that persona.json gets
-MIN_CASES = 100  # per behaviour, from which on a gate is decided by an interval
+MIN_CASES_TO_DECIDE = 100  # per behaviour, from which on a gate is decided by an interval
 N_GENERATED_CASES = 120  # per workload
 N_GENERATED_ROWS = 400
 
@@ -50,7 +50,7 @@ class Initialized(msgspec.Struct, kw_only=True):
 
     cases: number of gate cases per workload.
     behaviours: number of gate cases per behaviour.
-    short: the behaviours with fewer than MIN_CASES, where logs can bring more.
+    short: the behaviours with fewer than MIN_CASES_TO_DECIDE, where logs can bring more.
     masked: number of masked places per kind of secret.
     lines: what a user must know, one line each.
     """
@@ -78,7 +78,7 @@ class Sources:
     """
 
     prompt: str | None = None
-    tools: list[Tool] | None = None
+    tools: list[LoggedTool] | None = None
     logs: Sequence[Path] = ()
     name: str = ""
     personal: bool = False
@@ -94,7 +94,7 @@ def initialize(
 
     Raises UsageError where there is neither a system prompt nor a log with conversations, and for a folder with other files.
     """
-    check_output(output, force)
+    _check_output(output, force)
     is_new = not output.exists()
     try:
         return _write(sources, output, progress)
@@ -138,7 +138,7 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
             f"{sum(len(w.cases) for w in generated)} gate prompts are made {source} (generated_*)"
         )
         workloads += generated
-        if len(rows) < MIN_CASES:
+        if len(rows) < MIN_CASES_TO_DECIDE:
             generated_rows = teacher_rows(persona, sources.seed)
             lines.append(
                 f"{len(generated_rows)} calibration conversations are made by the offline teacher"
@@ -153,7 +153,11 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
     )
     # Without logs every gate has the prompts that it needs, and its user has no more to give.
-    short = {name: n for name, n in behaviours.items() if n < MIN_CASES} if sources.logs else {}
+    short = (
+        {name: n for name, n in behaviours.items() if n < MIN_CASES_TO_DECIDE}
+        if sources.logs
+        else {}
+    )
     lines += _shortcomings(persona, behaviours, short)
     if not rows:
         answered = any(c.has_answer for _, c in sample.pool.conversations())
@@ -183,7 +187,7 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     return result
 
 
-def check_output(output: Path, force: bool) -> None:
+def _check_output(output: Path, force: bool) -> None:
     if not output.exists() or not any(output.iterdir()):
         return
     card = output / CARD_FILE
@@ -272,7 +276,7 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
 def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, int]) -> list[str]:
     """Return one line for each behaviour that the gate prompts cannot decide."""
     lines = [
-        f"{name}: {n} gate prompts, {MIN_CASES - n} short of {MIN_CASES}; gates on it may stay undecided"
+        f"{name}: {n} gate prompts, {MIN_CASES_TO_DECIDE - n} short of {MIN_CASES_TO_DECIDE}; gates on it may stay undecided"
         for name, n in sorted(short.items())
     ]
     names = [t["function"]["name"] for t in persona.tools]

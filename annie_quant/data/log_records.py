@@ -18,8 +18,8 @@ from annie_quant.judge.answers import parse_raw
 from annie_quant.stream import decode
 from annie_quant.stream.answer import Frame, field_lines
 
-Record = Mapping[str, Any]  # a JSON object of a log, whose fields may have any type
-Tool = dict[str, Any]  # a tool in OpenAI's form; its parameters are a JSON schema
+Fields = Mapping[str, Any]  # a JSON object of a log, whose fields may have any type
+LoggedTool = dict[str, Any]  # a tool in OpenAI's form; its parameters are a JSON schema
 
 
 class Unusable(Exception):
@@ -42,7 +42,7 @@ class Conversation:
 
     messages: list[ChatMessage]
     system: str | None = None
-    tools: list[Tool] | None = None
+    tools: list[LoggedTool] | None = None
     thinking: bool = False
     format: str = ""
     source: str = ""
@@ -119,7 +119,7 @@ def _with_text(call: ChatCall) -> ChatCall:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-ROLES = {
+LOG_ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -175,7 +175,7 @@ def conversation_of(record: object) -> Conversation:
     return conversation
 
 
-def _time(record: Record) -> float | None:
+def _time(record: Fields) -> float | None:
     """Return when a record was logged, in seconds since 1970. Records have ISO 8601, or a number of seconds or milliseconds."""
     for key in TIME_KEYS:
         value = record.get(key)
@@ -188,7 +188,7 @@ def _time(record: Record) -> float | None:
 
 
 def finished(
-    messages: list[ChatMessage], tools: list[Tool] | None, system: object = None
+    messages: list[ChatMessage], tools: list[LoggedTool] | None, system: object = None
 ) -> Conversation:
     """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
     systems = ["\n".join(_Content(system).texts)]
@@ -208,7 +208,7 @@ def finished(
     return Conversation(_linked(messages), prompt, tools, thinking)
 
 
-def _request(record: Record, depth: int) -> tuple[Record, Sequence[object]]:
+def _request(record: Fields, depth: int) -> tuple[Fields, Sequence[object]]:
     """Return the object with the messages, and the messages."""
     for key in MESSAGE_KEYS:
         value = record.get(key)
@@ -226,7 +226,7 @@ def _request(record: Record, depth: int) -> tuple[Record, Sequence[object]]:
     raise Unusable(str(record.get("unusable") or "no messages in the record"))
 
 
-def _object_in(record: Record, key: str) -> object:
+def _object_in(record: Fields, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
     is_object = isinstance(value, str) and value.lstrip().startswith("{")
@@ -240,7 +240,7 @@ def _json_or_none(text: str) -> Any:
         return None
 
 
-def _answer(record: Record) -> object:
+def _answer(record: Fields) -> object:
     """Return the message of a response that is logged with its request; None where there is none."""
     for key in ANSWER_KEYS:
         value = _object_in(record, key)
@@ -262,7 +262,7 @@ def _answer(record: Record) -> object:
     return (first_choice(record) or {}).get("message")
 
 
-def first_choice(body: Record) -> Record | None:
+def first_choice(body: Fields) -> Fields | None:
     choices = body.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return first if isinstance(first, Mapping) else None
@@ -273,7 +273,7 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
     sender = str(raw.get("role") or raw.get("from") or raw.get("type"))
-    role = ROLES.get(sender.lower().replace("-", "_"))
+    role = LOG_ROLES.get(sender.lower().replace("-", "_"))
     if role is None:
         raise Unusable(f"unknown role {sender[:30]!r}")
     content = _Content(_first(raw, ("content", "value", "parts")))
@@ -296,7 +296,7 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
             yield {"role": role, "content": text}
 
 
-def _answers(raw: Record, text: str, content: _Content) -> Iterator[ChatMessage]:
+def _answers(raw: Fields, text: str, content: _Content) -> Iterator[ChatMessage]:
     """Yield the answer of an assistant's message, with its calls and thinking also from tags (Hermes, Qwen)."""
     thoughts = "\n".join(content.thoughts)
     thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
@@ -317,7 +317,7 @@ def _answers(raw: Record, text: str, content: _Content) -> Iterator[ChatMessage]
         yield _assistant(text.strip(), thoughts, calls)
 
 
-def _first(fields: Record, keys: Sequence[str]) -> Any:
+def _first(fields: Fields, keys: Sequence[str]) -> Any:
     return next((fields[key] for key in keys if key in fields), None)
 
 
@@ -342,7 +342,7 @@ class _Content:
             elif isinstance(block, Mapping):
                 self._add(block)
 
-    def _add(self, block: Record) -> None:
+    def _add(self, block: Fields) -> None:
         kind = str(block.get("type"))
         if kind in IMAGE_KINDS:
             raise Unusable("an image or another file: only text can be evaluated")
@@ -360,7 +360,7 @@ class _Content:
                 self.texts.append(text)
 
 
-def _result_text(block: Record, kind: str) -> str:
+def _result_text(block: Fields, kind: str) -> str:
     """Return the text of a tool's result in a block; OpenTelemetry's (tool_call_response) may be any value."""
     if kind == "tool_result":
         return "\n".join(_Content(block.get("content")).texts)
@@ -406,7 +406,7 @@ def _decoded(text: str) -> object:
         raise Unusable("tool arguments that are not JSON") from None
 
 
-def tools_of(raw: object) -> list[Tool] | None:
+def tools_of(raw: object) -> list[LoggedTool] | None:
     """Return tools in OpenAI's form; None where there are none, or none that can be read."""
     if isinstance(raw, str):
         lines = [_json_or_none(line) for line in raw.splitlines() if line.strip()]
@@ -416,7 +416,7 @@ def tools_of(raw: object) -> list[Tool] | None:
     if isinstance(raw, Mapping):
         raw = [raw]
     definitions = map(_definition, raw if isinstance(raw, list) else ())
-    tools: list[Tool] = [{"type": "function", "function": d} for d in definitions if d]
+    tools: list[LoggedTool] = [{"type": "function", "function": d} for d in definitions if d]
     return tools or None
 
 

@@ -19,7 +19,13 @@ from pathlib import Path
 
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.log_records import Conversation, Tool, called, row_of, with_text_arguments
+from annie_quant.data.log_records import (
+    Conversation,
+    LoggedTool,
+    called,
+    row_of,
+    with_text_arguments,
+)
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.data.rows import DuplicateFinder, Row, form_faults, user_text
@@ -27,16 +33,16 @@ from annie_quant.documents import CaseFile, ChatMessage, ChatRow, WorkloadFile
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 
-MAX_PROMPTS = 1000  # different system prompts that are counted
+MAX_SYSTEM_PROMPTS = 1000  # different system prompts that are counted
 MAX_CONVERSATIONS = 600  # per behaviour, for calibration and gates together
 GATE_SHARE = 0.6  # of the conversations of a behaviour
 POOL_SIZE = 1200  # conversations per behaviour
 MAX_POOLS = 200
 NO_TOOL = "no tool"
-OTHER = "other tools"
+OTHER_TOOLS = "other tools"
 CASES_PER_CONVERSATION = 4
-MIN_TOKENS = 64
-MAX_TOKENS = 1024
+MIN_ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 1024
 CHARACTERS_PER_TOKEN = 3.0
 HEADROOM = 1.5  # of max_tokens over the longest usual answer
 USUAL_SHARE = 0.95
@@ -68,7 +74,7 @@ class Pool:
         self.n += 1
         behaviour = next(iter(conversation.calls), NO_TOOL)
         if behaviour not in self._conversations and len(self._conversations) >= MAX_POOLS:
-            behaviour = OTHER
+            behaviour = OTHER_TOOLS
         self.behaviours[behaviour] += 1
         pool = self._conversations.setdefault(behaviour, {})
         digest = _digest([self._seed, conversation.system, conversation.messages], 8).digest()
@@ -105,7 +111,7 @@ class LogSample:
 
     pool: Pool
     prompts: Counter[str] = field(default_factory=Counter)
-    tools: dict[str, Tool] = field(default_factory=dict)
+    tools: dict[str, LoggedTool] = field(default_factory=dict)
     formats: Counter[str] = field(default_factory=Counter)
     files: Counter[str] = field(default_factory=Counter)
     problems: Problems = field(default_factory=Problems)
@@ -118,7 +124,7 @@ def read_sample(logs: Sequence[Path], seed: int, progress: Progress) -> LogSampl
         sample.formats[conversation.format] += 1
         sample.files[conversation.source] += 1
         if conversation.system and (
-            len(sample.prompts) < MAX_PROMPTS or conversation.system in sample.prompts
+            len(sample.prompts) < MAX_SYSTEM_PROMPTS or conversation.system in sample.prompts
         ):
             sample.prompts[conversation.system] += 1
         for tool in conversation.tools or ():
@@ -129,7 +135,7 @@ def read_sample(logs: Sequence[Path], seed: int, progress: Progress) -> LogSampl
     return sample
 
 
-def inferred_tools(sample: LogSample) -> list[Tool]:
+def inferred_tools(sample: LogSample) -> list[LoggedTool]:
     """Return definitions of the called tools, inferred from the calls; an argument that every call has is required."""
     arguments: dict[str, list[JsonObject]] = {}
     for _, conversation in sample.pool.conversations():
@@ -140,7 +146,7 @@ def inferred_tools(sample: LogSample) -> list[Tool]:
     return [_inferred_tool(name, calls) for name, calls in sorted(arguments.items())]
 
 
-def _inferred_tool(name: str, calls: Sequence[JsonObject]) -> Tool:
+def _inferred_tool(name: str, calls: Sequence[JsonObject]) -> LoggedTool:
     properties = {}
     for argument in sorted(set().union(*calls)):
         properties[argument] = _schema([call[argument] for call in calls if argument in call])
@@ -196,7 +202,7 @@ class GateCases:
         self._cases: dict[tuple[str, bool], list[CaseFile]] = {}
         self._lengths: dict[tuple[str, bool], list[int]] = {}
         self._calibration = DuplicateFinder(
-            (str(row["id"]), text) for row in calibration for text in prompts_of(row)
+            (str(row["id"]), text) for row in calibration for text in _prompts_of(row)
         )
         self._prompts = {kind: DuplicateFinder() for kind in DESCRIPTIONS}
 
@@ -235,7 +241,7 @@ class GateCases:
         logged: ChatMessage | None,
     ) -> None:
         cases = self._cases.setdefault(key, [])
-        messages = [plain(m) for m in prompt]
+        messages = [without_thinking(m) for m in prompt]
         system = conversation.system
         if system is not None and system.strip() != self.persona.system_prompt:
             messages.insert(0, {"role": "system", "content": system})
@@ -292,7 +298,7 @@ def calibration_row(conversation: Conversation, persona: Persona, index: int) ->
     return None if form_faults(row) else row
 
 
-def prompts_of(row: Row) -> Iterator[str]:
+def _prompts_of(row: Row) -> Iterator[str]:
     """Yield the prompt before each answer of a row."""
     messages = [m for m in row["messages"] if m["role"] != "system"]
     for at, message in enumerate(messages):
@@ -306,7 +312,7 @@ def prompt_text(messages: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(texts + [str(m["content"]) for m in messages[-1:] if m["role"] == "tool"])
 
 
-def plain(message: ChatMessage) -> ChatMessage:
+def without_thinking(message: ChatMessage) -> ChatMessage:
     """Return a message of a prompt: earlier thinking is not part of it."""
     result = with_text_arguments(message)
     result.pop("reasoning_content", None)
@@ -318,7 +324,9 @@ def max_tokens(lengths: Sequence[int]) -> int:
     if not lengths:
         return 256
     usual = sorted(lengths)[int(USUAL_SHARE * (len(lengths) - 1))]
-    return max(MIN_TOKENS, min(MAX_TOKENS, int(HEADROOM * usual / CHARACTERS_PER_TOKEN) + 32))
+    return max(
+        MIN_ANSWER_TOKENS, min(MAX_ANSWER_TOKENS, int(HEADROOM * usual / CHARACTERS_PER_TOKEN) + 32)
+    )
 
 
 @dataclass(frozen=True)

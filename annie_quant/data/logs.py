@@ -30,10 +30,12 @@ from annie_quant.data.log_records import Conversation, Unusable
 from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
-MAX_LINE = 16_000_000  # bytes
-MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens, more than any model reads
+MAX_LOG_LINE_BYTES = 16_000_000  # bytes
+MAX_CONVERSATION_CHARACTERS = (
+    2_000_000  # of one conversation: over 256k tokens, more than any model reads
+)
 BATCH_ROWS = 256
-Record = tuple[str, object]  # its place (file and line), and its content
+PlacedRecord = tuple[str, object]  # its place (file and line), and its content
 
 
 @dataclass
@@ -64,15 +66,16 @@ def read_logs(
 ) -> Iterator[Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
-    problems: counts what cannot be used, also conversations of more than MAX_CHARACTERS.
+    problems: counts what cannot be used, also conversations of more than MAX_CONVERSATION_CHARACTERS.
     Raises UsageError for a path that does not exist or cannot be read.
     """
     problems = Problems() if problems is None else problems
     for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
         for conversation in _read_file(path, problems):
-            if conversation.characters > MAX_CHARACTERS:
+            if conversation.characters > MAX_CONVERSATION_CHARACTERS:
                 problems.add(
-                    f"longer than {MAX_CHARACTERS:,} characters", conversation.source or path.name
+                    f"longer than {MAX_CONVERSATION_CHARACTERS:,} characters",
+                    conversation.source or path.name,
                 )
                 continue
             conversation.source = path.name
@@ -110,7 +113,7 @@ def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _conversations(records: Iterable[Record], problems: Problems) -> Iterator[Conversation]:
+def _conversations(records: Iterable[PlacedRecord], problems: Problems) -> Iterator[Conversation]:
     for where, record in records:
         try:
             conversation = log_records.conversation_of(record)
@@ -152,10 +155,12 @@ class _Lines:
 
     def conversations(self) -> Iterator[Conversation]:
         with _open(self.path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LOG_LINE_BYTES), b""), 1):
                 where = f"{self.path.name}, line {number}"
-                if len(line) >= MAX_LINE and not line.endswith(b"\n"):
-                    self.problems.add(f"a line of more than {MAX_LINE // 1_000_000} MB", where)
+                if len(line) >= MAX_LOG_LINE_BYTES and not line.endswith(b"\n"):
+                    self.problems.add(
+                        f"a line of more than {MAX_LOG_LINE_BYTES // 1_000_000} MB", where
+                    )
                     _skip_line(file)
                 elif line.strip():
                     yield from self._usable(self._line(line.strip(), where), where)
@@ -187,7 +192,7 @@ class _Lines:
 def _skip_line(file: IO[bytes]) -> None:
     """Read to the end of a line."""
     while True:
-        line = file.readline(MAX_LINE)
+        line = file.readline(MAX_LOG_LINE_BYTES)
         if not line or line.endswith(b"\n"):
             return
 
@@ -215,7 +220,7 @@ def _open(path: Path) -> IO[bytes]:
     return file
 
 
-def _rows(path: Path, suffix: str) -> Iterator[Record]:
+def _rows(path: Path, suffix: str) -> Iterator[PlacedRecord]:
     """Yield the rows of a Parquet or Arrow file."""
     need("pyarrow", "notebooks")
     import pyarrow
@@ -253,7 +258,7 @@ def _without_none(value: object) -> object:
     return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
-FORMATS = {  # a field of a record → the name of the record's format
+RECORD_FORMATS = {  # a field of a record → the name of the record's format
     "conversations": "ShareGPT",
     "conversation": "ShareGPT",
     "span": "OpenTelemetry",
@@ -263,7 +268,7 @@ FORMATS = {  # a field of a record → the name of the record's format
 
 
 def _format(record: object) -> str:
-    names = (name for key, name in FORMATS.items() if key in _fields(record))
+    names = (name for key, name in RECORD_FORMATS.items() if key in _fields(record))
     return next(names, "OpenAI chat")
 
 
@@ -281,7 +286,9 @@ class Transcript:
         if any(key in record for key in self.NO_EVENT):
             return False
         is_event = "type" in record and ("id" in record or "timestamp" in record)
-        is_message = str(record.get("role")).lower() in log_records.ROLES and "content" in record
+        is_message = (
+            str(record.get("role")).lower() in log_records.LOG_ROLES and "content" in record
+        )
         return is_event or is_message
 
     def add(self, record: JsonObject) -> Iterator[Conversation]:

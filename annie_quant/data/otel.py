@@ -22,14 +22,17 @@ INPUT = "gen_ai.input.messages"
 OUTPUT = "gen_ai.output.messages"
 PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 ANSWER_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
-LEVELS = (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords"))
-TIMES = ("startTimeUnixNano", "timeUnixNano", "observedTimeUnixNano")
-MAX_DEPTH = 32
+EXPORT_LEVELS = (
+    ("resourceSpans", "scopeSpans", "spans"),
+    ("resourceLogs", "scopeLogs", "logRecords"),
+)
+TIME_FIELDS = ("startTimeUnixNano", "timeUnixNano", "observedTimeUnixNano")
+MAX_VALUE_DEPTH = 32
 
 
 def is_export(document: object) -> bool:
     """Return whether a JSON value is an export of traces or logs."""
-    return isinstance(document, dict) and any(level[0] in document for level in LEVELS)
+    return isinstance(document, dict) and any(level[0] in document for level in EXPORT_LEVELS)
 
 
 def records(document: object) -> Iterator[JsonObject]:
@@ -64,17 +67,20 @@ def lengths(document: object) -> Iterator[tuple[float, int, int]]:
 
 def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
     """Yield (start in seconds since 1970, attributes) of each inference call; embeddings, tools and agents are left out."""
-    for level in LEVELS:
+    for level in EXPORT_LEVELS:
         items = _objects(document, level[0])
         for name in level[1:]:
             items = [inner for item in items for inner in _objects(item, name)]
         for call in items:
             attributes: JsonObject = {}
             for part in (call, *_objects(call, "events")):
-                attributes |= _attributes(part, "attributes", MAX_DEPTH)
+                attributes |= _attributes(part, "attributes", MAX_VALUE_DEPTH)
             known = any(name in attributes for name in (INPUT, OUTPUT, *PROMPT_TOKENS))
             if known and attributes.get("gen_ai.operation.name") in OPERATIONS:
-                yield (_integer(next(filter(None, map(call.get, TIMES)), 0)) or 0) / 1e9, attributes
+                yield (
+                    (_integer(next(filter(None, map(call.get, TIME_FIELDS)), 0)) or 0) / 1e9,
+                    attributes,
+                )
 
 
 def _objects(parent: object, name: str) -> list[JsonObject]:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 MAX_HELD_BYTES = 256_000_000
 MAX_CLIENTS = 512
-MAX_HEADER_BYTES = 64 << 10
-CONNECT_S = 30.0
+MAX_HEAD_BYTES = 64 << 10
+UPSTREAM_CONNECT_S = 30.0
 HEAD_S = 10.0
 # A body may take 10 s plus 1 s per 10 kB; only the time of waiting for the client counts.
 BODY_S = 10.0
@@ -127,12 +127,12 @@ class Recorder:
             # A new connection per request: one that the server closes while it is used again would fail a request.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for another
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=UPSTREAM_CONNECT_S),
             auto_decompress=False,
             trust_env=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -143,8 +143,8 @@ class Recorder:
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
             lingering_time=LATE_S,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -207,9 +207,9 @@ class Recorder:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self._silent.pop(request.protocol, None)
         if len(self._passed) >= MAX_CLIENTS and not self._drop_a_late_one():
-            return error_page(503, f"more than {MAX_CLIENTS} requests at once")
+            return _error_page(503, f"more than {MAX_CLIENTS} requests at once")
         if not request.raw_path.startswith("/"):
-            return error_page(400, "the path must begin with /")
+            return _error_page(400, "the path must begin with /")
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
         most_asked = recorded_chat.MAX_REQUEST_BYTES if is_chat else 0
@@ -328,7 +328,7 @@ class _Passed:
             )
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             self.refused = self.refused or "the server could not be reached"
-            return error_page(
+            return _error_page(
                 502, f"the server behind annie-quant record cannot be used ({type(error).__name__})"
             )
         except asyncio.CancelledError:
@@ -417,7 +417,7 @@ def _fail_when_closed(answer: ClientResponse) -> None:
         closed.add_done_callback(fail)
 
 
-def error_page(status: int, message: str) -> web.Response:
+def _error_page(status: int, message: str) -> web.Response:
     """Return an error in OpenAI's form."""
     from aiohttp import web
 

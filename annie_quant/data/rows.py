@@ -56,7 +56,7 @@ CONTRACTIONS = {
     "'d": " would",
 }
 _CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
-Feature = str | tuple[str, str]
+TextFeature = str | tuple[str, str]
 Row = Mapping[str, Any]  # a conversation as its file has it; `faults` checks it
 Rows = str | os.PathLike[str] | Sequence[Row]  # a file, or rows in memory
 
@@ -66,7 +66,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", _CONTRACTION.sub(lambda m: CONTRACTIONS[m[0]], text))
 
 
-def features(text: str) -> frozenset[Feature]:
+def features(text: str) -> frozenset[TextFeature]:
     """Return the set of words and of pairs of neighbouring words."""
     sequence = words(text)
     return frozenset(sequence) | frozenset(itertools.pairwise(sequence))
@@ -97,9 +97,9 @@ class DuplicateFinder:
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
-        self._texts: list[tuple[str, frozenset[Feature]]] = []
-        self._exact: dict[frozenset[Feature], str] = {}
-        self._index: defaultdict[Feature, list[int]] = defaultdict(
+        self._texts: list[tuple[str, frozenset[TextFeature]]] = []
+        self._exact: dict[frozenset[TextFeature], str] = {}
+        self._index: defaultdict[TextFeature, list[int]] = defaultdict(
             list
         )  # feature of a prefix → indices in _texts
         for name, text in texts:
@@ -128,14 +128,14 @@ class DuplicateFinder:
         return None
 
 
-def _prefix(text_features: frozenset[Feature]) -> list[Feature]:
+def _prefix(text_features: frozenset[TextFeature]) -> list[TextFeature]:
     """Return the features of which every duplicate of the set has at least one: pairs before words, because they are rarer."""
     # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
     n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
     return sorted(text_features, key=_order)[:n]
 
 
-def _order(feature: Feature) -> tuple[bool, int, str]:
+def _order(feature: TextFeature) -> tuple[bool, int, str]:
     """Return the sort key of a feature, the same in every process."""
     joined = feature if isinstance(feature, str) else " ".join(feature)
     return isinstance(feature, str), zlib.crc32(joined.encode()), joined
@@ -262,6 +262,8 @@ def read_conversations(conversations: Rows, limit: int | None = None) -> list[Js
 
     They are taken evenly over the file, which is sorted by category: the first 100 rows would all be greetings.
     """
+    if limit is not None and limit < 1:
+        raise UsageError(f"{limit} conversations are too few", "choose 1 or more")
     rows = read_rows(conversations)
     if not rows and isinstance(conversations, (str, os.PathLike)):
         raise UsageError(
@@ -360,7 +362,7 @@ MIN_TOOLS = 80 / 200  # of the conversations that should call one
 MAX_USER = 1000
 MAX_ANSWER = 800
 MAX_TOTAL = 8000
-ROLES = {"system", "user", "assistant", "tool"}
+ROW_ROLES = {"system", "user", "assistant", "tool"}
 
 
 class ValidatedRows(msgspec.Struct):
@@ -438,7 +440,7 @@ def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
     )
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ROLES:
+        if role not in ROW_ROLES:
             return [f"message {index}: unknown role {role!r}"]
         if role == "assistant":
             if not text_of(message.get("content")).strip() and not message.get("tool_calls"):

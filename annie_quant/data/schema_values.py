@@ -20,7 +20,7 @@ from annie_quant.data.exchanges import MY_TOPICS, WORDS
 
 OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS = 3
-MAX_DEPTH = 6
+MAX_SCHEMA_DEPTH = 6
 MAX_ATTEMPTS = 30
 LOWEST = 1  # of numbers without limits
 HIGHEST = 90
@@ -95,7 +95,7 @@ class _Drawer:
 
     def _option(self, node: Schema, key: str, depth: int) -> Schema:
         """Return the schema with one of its alternatives: null only where it refers to itself deeply, or has no other."""
-        if depth >= MAX_DEPTH and _NULL in node[key]:
+        if depth >= MAX_SCHEMA_DEPTH and _NULL in node[key]:
             options = [_NULL]
         else:
             options = [option for option in node[key] if option != _NULL] or node[key]
@@ -117,7 +117,7 @@ class _Drawer:
         result = {}
         chosen = []
         for key in properties:
-            if key in required or (depth < MAX_DEPTH and self.rng.random() < OPTIONAL_SHARE):
+            if key in required or (depth < MAX_SCHEMA_DEPTH and self.rng.random() < OPTIONAL_SHARE):
                 chosen.append(key)
         chosen += [key for key in required if key not in properties]
         for key in chosen:
@@ -125,8 +125,8 @@ class _Drawer:
         return result
 
     def _array(self, node: Schema, name: str, depth: int) -> list[object]:
-        n = int(node.get("minItems", depth < MAX_DEPTH))
-        if depth < MAX_DEPTH:
+        n = int(node.get("minItems", depth < MAX_SCHEMA_DEPTH))
+        if depth < MAX_SCHEMA_DEPTH:
             most = min(int(node.get("maxItems", MAX_ITEMS)), n + MAX_ITEMS - 1)
             n = self.rng.randint(n, max(n, most))
         items = [self.value(node.get("items", {}), name, depth + 1) for _ in range(n)]
@@ -200,7 +200,7 @@ class _Drawer:
 
     def _resolved(self, node: object) -> Schema:
         """Return a schema with its local reference (#/$defs/NAME) replaced by what it refers to."""
-        for _ in range(MAX_DEPTH):
+        for _ in range(MAX_SCHEMA_DEPTH):
             if not isinstance(node, Mapping) or "$ref" not in node:
                 break
             target: Any = self.root

@@ -27,14 +27,14 @@ from annie_quant.data.exchanges import (
     BySplit,
     Exchange,
     capitalized,
-    memory,
-    web,
+    memory_exchange,
+    web_exchange,
 )
 from annie_quant.data.schema_values import NoValue, Schema, draw_arguments
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 
-ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}
+ANNIE_TEMPLATES = {"search_memory": memory_exchange, "web_search": web_exchange}
 PARALLEL_SHARE = 0.1  # of requests for a tool that need two calls
 
 
@@ -142,7 +142,7 @@ def draw_exchange(persona: Persona, tool: str, rng: random.Random, split: str) -
     return ToolExchange(user, one.calls + two.calls, f"{one.reply} {two.reply}", one.fact)
 
 
-def abstention(persona: Persona, rng: random.Random, split: str) -> tuple[str, str] | None:
+def impossible_request(persona: Persona, rng: random.Random, split: str) -> tuple[str, str] | None:
     """Return (request, reply) of a request that no tool can fulfil; None where the persona has no such phrasings."""
     grammar = grammar_of(persona.source) if persona.is_built_in else None
     if grammar is None:

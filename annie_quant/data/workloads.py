@@ -38,10 +38,10 @@ from annie_quant.data import exchanges
 from annie_quant.data.tool_exchanges import (
     DrawnCall,
     ToolExchange,
-    abstention,
     action_of,
     draw_exchange,
     flattened,
+    impossible_request,
 )
 from annie_quant.documents import (
     RECIPE_FILE,
@@ -61,12 +61,12 @@ from annie_quant.judge.workloads import Case, Turn, Workload
 PathLike = str | os.PathLike[str]
 WORKLOADS = "workloads"  # the folder next to a persona's file
 N_GENERATED = 120  # cases per workload made from a persona's tools
-SPLIT = "gate"
-MAX_TOKENS = 160
-MAX_DRAWS = 50  # attempts to draw a new prompt, per case
+GATE_SPLIT = "gate"
+GENERATED_MAX_TOKENS = 160
+MAX_CASE_ATTEMPTS = 50  # attempts to draw a new prompt, per case
 MAX_REPEATS = 10  # in a row, until it is another tool's turn
 TALK_SHARE = 3  # n / TALK_SHARE conversations of several turns
-MIN_CASES = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
+MIN_RARE_CASES = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
 
 
 def resolve(
@@ -191,10 +191,10 @@ def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[Workload
             ("tool_call", "tool_arguments"),
             _cases(n, seed, _call_case, persona),
         )
-        parallel = _cases(max(MIN_CASES, n // TALK_SHARE), seed, _parallel_case, persona)
+        parallel = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _parallel_case, persona)
         if parallel:
             yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
-        results = _cases(max(MIN_CASES, n // TALK_SHARE), seed, _result_case, persona)
+        results = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _result_case, persona)
         yield _document(persona, "tool_results", ("recall",), results)
     yield _document(persona, "no_tool", ("abstention",), _cases(n, seed, _no_tool_case, persona))
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
@@ -209,7 +209,7 @@ def _document(
         + ", made from the tools' schemas" * bool(persona.tools),
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
-        max_tokens=MAX_TOKENS,
+        max_tokens=GENERATED_MAX_TOKENS,
         gates=[*gates, *NAMED_REFERENCE_GATES],
         cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
     )
@@ -226,7 +226,7 @@ def _cases(
     cases: list[CaseFile] = []
     prompts: set[str] = set()
     skipped = repeats = 0
-    for _ in range(n * MAX_DRAWS):
+    for _ in range(n * MAX_CASE_ATTEMPTS):
         if len(cases) == n:
             break
         case = draw(persona, rng, len(cases) + skipped)
@@ -245,12 +245,15 @@ def _cases(
 
 def _exchange(persona: Persona, rng: random.Random, index: int, calls: int) -> ToolExchange | None:
     """Return an exchange with `calls` calls, for the tools in turn; None where none was drawn."""
-    return _drawn(persona, persona.tools[index % len(persona.tools)], rng, calls)
+    return _exchange_with(persona, persona.tools[index % len(persona.tools)], rng, calls)
 
 
-def _drawn(persona: Persona, tool: Tool, rng: random.Random, calls: int) -> ToolExchange | None:
+def _exchange_with(
+    persona: Persona, tool: Tool, rng: random.Random, calls: int
+) -> ToolExchange | None:
     exchanges = (
-        draw_exchange(persona, tool["function"]["name"], rng, SPLIT) for _ in range(MAX_DRAWS)
+        draw_exchange(persona, tool["function"]["name"], rng, GATE_SPLIT)
+        for _ in range(MAX_CASE_ATTEMPTS)
     )
     return next((exchange for exchange in exchanges if len(exchange.calls) == calls), None)
 
@@ -291,16 +294,18 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
 
 
 def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
-    refusal = abstention(persona, rng, SPLIT) if index % 2 else None
+    refusal = impossible_request(persona, rng, GATE_SPLIT) if index % 2 else None
     if refusal is not None:
         return _prompt(refusal[0], {"no_tool": True})
-    exchange = exchanges.draw(("greeting", "factual", "conversational")[index % 3], rng, SPLIT)
+    exchange = exchanges.draw_category(
+        ("greeting", "factual", "conversational")[index % 3], rng, GATE_SPLIT
+    )
     return _prompt(_named(exchange.user, persona), {"no_tool": True})
 
 
 def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
     return CaseFile(
-        id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)]
+        id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, GATE_SPLIT)]
     )
 
 
@@ -324,23 +329,23 @@ def _named(text: str, persona: Persona) -> str:
 # persona, and those of the workload agent_loop where it has fewer. The answers decide no verdict: one question at several levels is
 # not several.
 
-STEPS = 12
+CHAIN_STEPS = 12
 HISTORY = 4  # calls before the request, on the axis `poisoned`
 OFFERED = 16  # tools, on the axes that do not vary them
-LEVELS: dict[str, tuple[int, ...]] = {
+LADDER_LEVELS: dict[str, tuple[int, ...]] = {
     "tools": (5, 8, 12, 16, 20, 26, 32, 40, 46, 52),
     "tokens": (0, *(1024 << i for i in range(8))),
     "poisoned": (0, 1, 2, HISTORY),
-    "steps": (STEPS,),
+    "steps": (CHAIN_STEPS,),
 }
-GATES = ("tool_call", "tool_arguments")
+LADDER_GATES = ("tool_call", "tool_arguments")
 BATTERY = "agent_loop"  # the workload with 52 tools
 
 
 def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> list[Workload]:
     """Return the workloads of one axis, with n cases each. Raises UsageError for an unknown axis."""
-    if axis not in LEVELS:
-        raise UsageError(f"there is no ladder {axis!r}", f"choose of {', '.join(LEVELS)}")
+    if axis not in LADDER_LEVELS:
+        raise UsageError(f"there is no ladder {axis!r}", f"choose of {', '.join(LADDER_LEVELS)}")
     battery = judge.load_workloads([BATTERY])[0]
     own = () if persona is None else persona.tools
     names = {tool["function"]["name"] for tool in own}
@@ -350,7 +355,7 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
     who = msgspec.structs.replace(base, tools=tools)
     cases = [_LadderCase(who, own or tools, axis, index, seed) for index in range(n)]
     result = []
-    for level in LEVELS[axis]:
+    for level in LADDER_LEVELS[axis]:
         key = json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)
         workload = replace(
             battery,
@@ -358,8 +363,8 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
             description=f"The same requests at level {level} of the axis {axis}",
             system=who.system_prompt,
             tools=None,
-            max_tokens=MAX_TOKENS,
-            gates=GATES,
+            max_tokens=GENERATED_MAX_TOKENS,
+            gates=LADDER_GATES,
             cases=tuple(case.at(level) for case in cases),
             context=ContextFile(tokens=level) if axis == "tokens" and level else None,
             sha256=sha256_text(key),
@@ -368,7 +373,7 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
     return result
 
 
-CALLS_BEFORE = {"steps": STEPS - 1, "poisoned": HISTORY}
+CALLS_BEFORE = {"steps": CHAIN_STEPS - 1, "poisoned": HISTORY}
 
 
 class _LadderCase:
@@ -383,7 +388,7 @@ class _LadderCase:
         chosen = [order[i % len(order)] for i in range(before + 1)]
         self.axis = axis
         self.id = f"{index:02d}"
-        self.exchanges = [*filter(None, (_drawn(persona, tool, rng, 1) for tool in chosen))]
+        self.exchanges = [*filter(None, (_exchange_with(persona, tool, rng, 1) for tool in chosen))]
         called = {e.calls[0].name for e in self.exchanges}
         self.called = [tool for tool in persona.tools if tool["function"]["name"] in called]
         self.others = [tool for tool in persona.tools if tool["function"]["name"] not in called]

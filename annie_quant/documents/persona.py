@@ -19,7 +19,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS, exists, is_folder, sha256_text
 from annie_quant.core.json_schema import schema_fault
 
-FOLDER = ASSETS / "personas"
+PERSONAS_FOLDER = ASSETS / "personas"
 PERSONA_FILE = "persona.json"
 MULTI_TURN_TURNS = 5
 Tool = Mapping[str, Any]  # an OpenAI function tool, or its `function`
@@ -75,7 +75,7 @@ class Persona(msgspec.Struct, frozen=True):
 
     @property
     def is_built_in(self) -> bool:
-        return "/" not in self.source and exists(FOLDER / f"{self.source}.json")
+        return "/" not in self.source and exists(PERSONAS_FOLDER / f"{self.source}.json")
 
     @property
     def folder(self) -> Path | None:
@@ -95,7 +95,7 @@ class Persona(msgspec.Struct, frozen=True):
 
 def built_in() -> list[str]:
     """Return the names of the personas of this package."""
-    return sorted(file.stem for file in FOLDER.glob("*.json"))
+    return sorted(file.stem for file in PERSONAS_FOLDER.glob("*.json"))
 
 
 def load_persona(persona: str | Path) -> Persona:
@@ -107,7 +107,7 @@ def load_persona(persona: str | Path) -> Persona:
     if is_folder(path):
         path = path / PERSONA_FILE
     elif path.suffix != ".json" and len(path.parts) == 1:
-        path = FOLDER / f"{persona}.json"
+        path = PERSONAS_FOLDER / f"{persona}.json"
         if path.stem not in built_in():
             hint = f"choose one of: {', '.join(built_in())}; or a JSON file, or a folder (annie-quant init)"
             raise UsageError(f"unknown persona {persona!r}", hint)
@@ -126,7 +126,8 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
         persona = msgspec.json.decode(text, type=Persona)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"persona file {path.name}: {error}", f"compare it with {FOLDER / 'annie.json'}"
+            f"persona file {path.name}: {error}",
+            f"compare it with {PERSONAS_FOLDER / 'annie.json'}",
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"persona file {path} is not JSON: {error}") from error

@@ -226,7 +226,7 @@ def write(path: str | os.PathLike[str], value: object) -> None:
     write_text(path, msgspec.json.format(encode(value), indent=1).decode() + "\n")
 
 
-LIMIT = 1e15  # of a figure: with larger ones sums and charts would not be finite
+MAX_FIGURE = 1e15  # of a figure: with larger ones sums and charts would not be finite
 _MISFIT = object()
 
 
@@ -283,7 +283,7 @@ def _finite_json(text: bytes) -> object:
 
 def _number(text: str) -> int | float | None:
     value = float(text)
-    if not math.isfinite(value) or abs(value) > LIMIT:
+    if not math.isfinite(value) or abs(value) > MAX_FIGURE:
         return None
     return int(value) if value.is_integer() else value
 

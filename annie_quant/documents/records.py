@@ -59,7 +59,7 @@ class ToolCall(TypedDict, total=False):
 
 
 # Finish reasons of answers that the model ended; with any other ("length", "content_filter", "abort") the answer was cut.
-FINISHED = ("stop", "tool_calls", "function_call", "stop_sequence", "eos_token")
+COMPLETE_REASONS = ("stop", "tool_calls", "function_call", "stop_sequence", "eos_token")
 
 
 def incomplete(error: str | None, finish_reason: str | None) -> str:
@@ -70,7 +70,9 @@ def incomplete(error: str | None, finish_reason: str | None) -> str:
         return "it ended without a finish reason"
     if finish_reason == "length":
         return "it was cut at max_tokens"
-    return "" if finish_reason in FINISHED else f"it ended with the reason {finish_reason!r}"
+    return (
+        "" if finish_reason in COMPLETE_REASONS else f"it ended with the reason {finish_reason!r}"
+    )
 
 
 class RequestLoad(msgspec.Struct, kw_only=True):
@@ -283,7 +285,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 # ---- records.jsonl: one flat line per request
 
-GROUPS: dict[str, type[msgspec.Struct]] = {
+RECORD_GROUPS: dict[str, type[msgspec.Struct]] = {
     "load": RequestLoad,
     "answer": RecordedAnswer,
     "tokens": RequestTokens,
@@ -301,7 +303,7 @@ def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
 def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
     """Return the record of a line; `read` returns the fields of a type, which ignores those of the others."""
     record: RequestRecord = read(RequestRecord)
-    for name, kind in GROUPS.items():
+    for name, kind in RECORD_GROUPS.items():
         setattr(record, name, read(kind))
     return record
 
@@ -319,7 +321,7 @@ def salvage_record(line: bytes) -> RequestRecord:
 def encode_record(record: RequestRecord) -> bytes:
     """Return a record as a line of records.jsonl, without the newline."""
     fields = msgspec.structs.asdict(record)
-    groups = [fields.pop(name) for name in GROUPS]
+    groups = [fields.pop(name) for name in RECORD_GROUPS]
     for group in groups:
         fields |= msgspec.structs.asdict(group)
     return encode(fields)

@@ -18,7 +18,7 @@ from annie_quant import bench
 from annie_quant.bench.cliffs import cliff_findings, find_cliff, measured_ladders
 from annie_quant.cli.bench import BenchOptions, workloads_of
 from annie_quant.core.errors import UsageError
-from annie_quant.data.workloads import LEVELS, STEPS, ladder
+from annie_quant.data.workloads import CHAIN_STEPS, LADDER_LEVELS, ladder
 from annie_quant.documents import LadderPoint
 from annie_quant.documents.persona import load_persona
 from annie_quant.judge.statistics import wilson
@@ -107,7 +107,7 @@ def test_a_chain_breaks_at_its_step_and_a_side_that_breaks_alone_is_named(tmp_pa
 
     found, messages, _ = run(tmp_path, ladder("steps", 8), lambda b: True, up_to_step_6)
     assert found["a", "steps"].cliff is None and found["b", "steps"].cliff.breaks == 7
-    assert [p.level for p in found["a", "steps"].points] == list(range(1, STEPS + 1))
+    assert [p.level for p in found["a", "steps"].points] == list(range(1, CHAIN_STEPS + 1))
     assert "no cliff up to step 12 of a chain: 8 of 8" in messages["no_cliff", "a"]
     assert "from step 7 of a chain on 0 of 48" in messages["earlier_cliff", "b"]
     assert ("earlier_cliff", "a") not in messages
@@ -164,7 +164,7 @@ def test_every_level_asks_the_same_and_offers_the_right_tool(persona):
     asked = [[case.messages[-1]["content"] for case in w.cases] for w in workloads]
     assert all(texts == asked[0] for texts in asked) and len(set(asked[0])) > 1
     places = set()
-    for level, workload in zip(LEVELS["tools"], workloads, strict=True):
+    for level, workload in zip(LADDER_LEVELS["tools"], workloads, strict=True):
         for case in workload.cases:
             names = [t["function"]["name"] for t in workload.tools_for(case)]
             assert len(names) == len(set(names)) == level and case.expect["tool"] in names
@@ -185,7 +185,7 @@ def test_the_command_measures_ladders_alone_or_next_to_named_workloads(tmp_path)
         )
         return [(w.name, len(w.cases)) for w in workloads_of(options)]
 
-    tools = [(f"ladder_tools_{level}", 4) for level in LEVELS["tools"]]
+    tools = [(f"ladder_tools_{level}", 4) for level in LADDER_LEVELS["tools"]]
     assert names(n=4) == [*tools, ("ladder_steps", 4)]
     assert names(n=4, workloads="factual") == [("factual", 4), *tools, ("ladder_steps", 4)]
     assert names(n=4, persona="home")[0] == tools[0]

@@ -9,7 +9,7 @@ import pytest
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import load_persona
-from annie_quant.documents.persona import FOLDER
+from annie_quant.documents.persona import PERSONAS_FOLDER
 
 
 def test_annie_has_both_tools_and_a_prompt_that_forbids_markdown():
@@ -23,12 +23,12 @@ def test_annie_has_both_tools_and_a_prompt_that_forbids_markdown():
 def test_hash_is_of_the_file_itself():
     assert (
         load_persona("annie").sha256
-        == hashlib.sha256((FOLDER / "annie.json").read_bytes()).hexdigest()
+        == hashlib.sha256((PERSONAS_FOLDER / "annie.json").read_bytes()).hexdigest()
     )
 
 
 def test_a_changed_file_is_read_again(tmp_path):
-    data = json.loads((FOLDER / "annie.json").read_text())
+    data = json.loads((PERSONAS_FOLDER / "annie.json").read_text())
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data))
     before = load_persona(path)

@@ -17,7 +17,7 @@ from annie_quant.data import (
     validate,
 )
 from annie_quant.data.rows import MAX_ANSWER, DuplicateFinder, faults, gate_texts
-from annie_quant.documents.persona import FOLDER
+from annie_quant.documents.persona import PERSONAS_FOLDER
 from annie_quant.judge import load_workloads
 
 OWN = {
@@ -209,7 +209,7 @@ def test_every_default_workload_prompt_counts_as_a_gate():
 def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path, rows):
     assert check_prompt_hash(rows) is None
     path = tmp_path / "annie.json"
-    data = json.loads((FOLDER / "annie.json").read_text())
+    data = json.loads((PERSONAS_FOLDER / "annie.json").read_text())
     path.write_text(json.dumps(data))
     generate(path, n=10, output=tmp_path / "d.jsonl")
     assert check_prompt_hash(tmp_path / "d.jsonl") is None

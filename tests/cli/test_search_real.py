@@ -15,7 +15,7 @@ from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import generate, load_persona
-from annie_quant.documents.persona import FOLDER
+from annie_quant.documents.persona import PERSONAS_FOLDER
 
 torch = pytest.importorskip(
     "torch", reason="the search needs torch: pip install annie-quant[quantize]"
@@ -70,7 +70,7 @@ def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibratio
 
 def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     persona = tmp_path / "annie.json"
-    data = json.loads((FOLDER / "annie.json").read_text())
+    data = json.loads((PERSONAS_FOLDER / "annie.json").read_text())
     persona.write_text(json.dumps(data))
     generate(load_persona(persona), n=20, output=tmp_path / "d.jsonl")
     persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))

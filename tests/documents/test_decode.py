@@ -23,7 +23,7 @@ from annie_quant.documents import (
     decode,
     limited_identity,
 )
-from annie_quant.documents.records import GROUPS
+from annie_quant.documents.records import RECORD_GROUPS
 from annie_quant.judge.metrics import METRICS
 
 RUNS = sorted((DATA / "runs").iterdir())
@@ -136,8 +136,8 @@ def test_stored_records_are_read_into_groups_and_written_flat(folder):
 
 
 def test_a_field_of_a_record_is_in_one_group():
-    groups = [set(kind.__struct_fields__) for kind in GROUPS.values()]
-    own = set(documents.RequestRecord.__struct_fields__) - set(GROUPS)
+    groups = [set(kind.__struct_fields__) for kind in RECORD_GROUPS.values()]
+    own = set(documents.RequestRecord.__struct_fields__) - set(RECORD_GROUPS)
     assert len(own) + sum(map(len, groups)) == len(own.union(*groups))
 
 

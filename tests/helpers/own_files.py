@@ -9,7 +9,7 @@ from pathlib import Path
 from paths import TINY_ANNIE
 
 from annie_quant.data import generate
-from annie_quant.documents.persona import FOLDER
+from annie_quant.documents.persona import PERSONAS_FOLDER
 
 
 def write_model(folder: Path) -> None:
@@ -23,7 +23,7 @@ def write_model(folder: Path) -> None:
 
 def write_logs(folder: Path) -> None:
     """Write prompt.txt (Annie's, with one more sentence), tools.json and chats.jsonl: 200 logged chats."""
-    annie = json.loads((FOLDER / "annie.json").read_text())
+    annie = json.loads((PERSONAS_FOLDER / "annie.json").read_text())
     annie["system_prompt"] += " Today is Sunday."
     (folder / "persona.json").write_text(json.dumps(annie))
     generate(folder / "persona.json", n=200, output=folder / "rows.jsonl", split="train")

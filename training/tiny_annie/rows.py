@@ -336,10 +336,10 @@ def no_tool_row(
 ) -> Row:
     """Return a row whose request no tool can fill."""
     if persona == "annie":
-        drawn = exchanges.abstention(rng, split)
+        drawn = exchanges.abstention_exchange(rng, split)
         user, reply, thought = drawn.user, drawn.reply, drawn.thought
     else:
-        pair = tools_of.abstention(PERSONAS[persona], rng, split)
+        pair = tools_of.impossible_request(PERSONAS[persona], rng, split)
         assert pair is not None
         (user, reply), thought = pair, "No function fits."
         if split == "train" and rng.random() < 0.8:
@@ -426,7 +426,7 @@ def talk_row(
         system, tools = briefing(rng, split), None
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if category != "multi_turn":
-        exchange = exchanges.draw(category, rng, split)
+        exchange = exchanges.draw_category(category, rng, split)
         exchange = reworded(exchange, split, rng)
         messages += [
             {"role": "user", "content": exchange.user},
@@ -469,7 +469,9 @@ def with_earlier(
             part = copy_row(rng, style, "train", words, (), thinking)
         else:
             exchange = reworded(
-                exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"),
+                exchanges.draw_category(
+                    rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"
+                ),
                 "train",
                 rng,
             )

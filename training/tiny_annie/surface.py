@@ -70,7 +70,7 @@ def surface_cases() -> list[dict[str, Any]]:
     """Return the same memory requests for every level; `tools` is the number of tools that are offered."""
     rng, prompts = random.Random("tool_surface"), {}
     while len(prompts) < PROMPTS_PER_LEVEL:
-        exchange = exchanges.draw("memory", rng, "gate")
+        exchange = exchanges.draw_category("memory", rng, "gate")
         prompts.setdefault(exchange.user, exchange)
     return [
         {

@@ -77,7 +77,7 @@ def cases(
 
 
 def mixed(*categories: str) -> Callable[[random.Random], Exchange]:
-    return lambda rng: exchanges.draw(rng.choice(categories), rng, "gate")
+    return lambda rng: exchanges.draw_category(rng.choice(categories), rng, "gate")
 
 
 def workload(

@@ -25,10 +25,10 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
-Record = Mapping[str, Any]  # an object in a model's answer, whose fields may have any type
+AnswerObject = Mapping[str, Any]  # an object in a model's answer, whose fields may have any type
 
 
-def find(name: str) -> ModuleType:
+def find_teacher(name: str) -> ModuleType:
     """Import and return the module of the teacher called `name`. Raises UsageError that lists all of them."""
     available = sorted(m.name for m in pkgutil.iter_modules(__path__))
     module = name.replace("-", "_")
@@ -184,7 +184,7 @@ def _object(required: list[str], **properties: JsonObject) -> JsonObject:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def conversations(answer: object) -> Iterator[Record]:
+def conversations(answer: object) -> Iterator[AnswerObject]:
     """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
     if isinstance(answer, str):
         answer = _FENCE.sub("", answer)
@@ -209,7 +209,7 @@ def conversations(answer: object) -> Iterator[Record]:
             yield from conversations(answer["conversations"])
 
 
-def to_row(answer: Record, persona: Persona, category: Category) -> ChatRow | None:
+def to_row(answer: AnswerObject, persona: Persona, category: Category) -> ChatRow | None:
     """Return a conversation as a row; None if it does not have the requested form."""
     messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}]
     try:
@@ -223,7 +223,7 @@ def to_row(answer: Record, persona: Persona, category: Category) -> ChatRow | No
     return row
 
 
-def _turn(turn: Record) -> Iterator[ChatMessage]:
+def _turn(turn: AnswerObject) -> Iterator[ChatMessage]:
     yield {"role": "user", "content": str(turn["user"]).strip()}
     if turn.get("call"):
         yield {"role": "assistant", "content": "", "tool_calls": [_call(turn["call"])]}
@@ -231,7 +231,7 @@ def _turn(turn: Record) -> Iterator[ChatMessage]:
     yield {"role": "assistant", "content": str(turn["assistant"]).strip()}
 
 
-def _call(call: Record) -> ChatCall:
+def _call(call: AnswerObject) -> ChatCall:
     function = call.get("function") or call
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

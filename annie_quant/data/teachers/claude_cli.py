@@ -26,7 +26,7 @@ from annie_quant.data.teachers import BatchFailed, ModelReply, Options, Prompted
 from annie_quant.documents import salvage_value
 
 NAME = "claude_cli"
-MODEL = "claude-opus-4-6"
+DEFAULT_MODEL = "claude-opus-4-6"
 REQUIRED_FLAGS = ("--print", "--model", "--output-format")
 HELP_TIMEOUT_S = 60.0
 _LIMIT = re.compile(
@@ -35,7 +35,8 @@ _LIMIT = re.compile(
 )
 _RESET = re.compile(r"limit reached\s*\|\s*(\d{9,11})", re.IGNORECASE)
 _LOGIN = re.compile(
-    r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE
+    r"invalid api key|please run /login|not logged in|authentication_error|\b401\b",
+    re.IGNORECASE,
 )
 
 
@@ -64,7 +65,7 @@ class ClaudeCli(PromptedTeacher):
         self.program = program
         self.flags = flags
         self.options = options
-        self.model = options.model or MODEL
+        self.model = options.model or DEFAULT_MODEL
         self.batch_size = options.batch_size
 
     def command(self, schema: JsonObject) -> list[str]:
@@ -78,7 +79,7 @@ class ClaudeCli(PromptedTeacher):
         return argv + ["--no-session-persistence"] * ("--no-session-persistence" in self.flags)
 
     def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
-        code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
+        code, out, err = run_program(self.command(schema), prompt, self.options.timeout_s)
         result = envelope(out)
         text = (result.result if result else None) or ""
         if code == 0 and result and not result.is_error:
@@ -126,7 +127,7 @@ def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
             "npm install -g @anthropic-ai/claude-code; or choose --teacher openai or offline",
         )
     try:
-        code, out, err = run([program, "--help"], "", HELP_TIMEOUT_S)
+        code, out, err = run_program([program, "--help"], "", HELP_TIMEOUT_S)
     except BatchFailed as error:
         raise EnvironmentFault(f"`claude --help`: {error}", "run `claude update`") from error
     flags = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", out + err))
@@ -137,7 +138,7 @@ def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
     return ClaudeCli(program, flags, options)
 
 
-def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
+def run_program(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr. After the timeout the process group is killed and BatchFailed is raised."""
     with tempfile.TemporaryDirectory(prefix="annie-quant-") as empty:
         process = subprocess.Popen(

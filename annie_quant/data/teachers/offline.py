@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
 from annie_quant.data.teachers import Options, TeacherBatch
-from annie_quant.data.tool_exchanges import abstention, draw_exchange, messages_of
+from annie_quant.data.tool_exchanges import draw_exchange, impossible_request, messages_of
 from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
 NAME = "offline"
 MODEL = "annie_quant templates"
 BATCH_SIZE = 500
-MAX_DRAWS = 200  # attempts to draw a new conversation
-TEMPLATES = (*exchanges.CATEGORIES, "multi_turn")
+MAX_CONVERSATION_ATTEMPTS = 200  # attempts to draw a new conversation
+TEMPLATE_CATEGORIES = (*exchanges.ANNIE_CATEGORIES, "multi_turn")
 ANNIE_TOOLS = (None, "search_memory", "web_search")
 
 
@@ -36,7 +36,7 @@ class Offline:
     def check(self, persona: Persona) -> None:
         """Raise UsageError for a category that this teacher cannot write, before anything is written."""
         for category in persona.categories:
-            if category.tool is None and category.name not in TEMPLATES:
+            if category.tool is None and category.name not in TEMPLATE_CATEGORIES:
                 raise UsageError(
                     f"the offline teacher has no templates for {persona.name}'s category {category.name!r}, "
                     "which has no tool",
@@ -58,7 +58,7 @@ class Offline:
         rng = random.Random(seed)
         drawn: set[str] = set()
         for _ in range(n):
-            for _ in range(MAX_DRAWS):
+            for _ in range(MAX_CONVERSATION_ATTEMPTS):
                 messages, has_call = self.draw(persona, category, rng)
                 key = "\n".join(m["content"].lower() for m in messages if m["role"] == "user")
                 if key not in drawn:
@@ -82,12 +82,14 @@ class Offline:
         """Return the messages of one conversation after its system prompt, and whether a tool is called."""
         messages: list[ChatMessage] = []
         if category.tool is not None and not (
-            category.name in TEMPLATES and category.tool in ANNIE_TOOLS
+            category.name in TEMPLATE_CATEGORIES and category.tool in ANNIE_TOOLS
         ):
             for _ in range(category.turns):
                 messages += draw_exchange(persona, category.tool, rng, self.split).messages()
             return messages, True
-        if category.name == "abstention" and (refusal := abstention(persona, rng, self.split)):
+        if category.name == "abstention" and (
+            refusal := impossible_request(persona, rng, self.split)
+        ):
             return [
                 {"role": "user", "content": refusal[0]},
                 {"role": "assistant", "content": refusal[1]},
@@ -95,7 +97,7 @@ class Offline:
         if category.name == "multi_turn":
             turns = exchanges.conversation(rng, self.split)
         else:
-            turns = [exchanges.draw(category.name, rng, self.split)]
+            turns = [exchanges.draw_category(category.name, rng, self.split)]
         for turn in turns:
             messages += messages_of(turn, persona)
         return messages, bool(turns[0].tool)

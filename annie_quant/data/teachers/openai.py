@@ -15,7 +15,7 @@ from annie_quant.data.teachers import BatchFailed, ModelReply, Options, Prompted
 
 NAME = "openai"
 MAX_TOKENS_PER_TURN = 400
-PROBE_TIMEOUT_S = 10.0
+MODELS_TIMEOUT_S = 10.0
 RATE_LIMITED = (429, 503, 529)
 
 
@@ -44,7 +44,7 @@ class OpenAi(PromptedTeacher):
         reply = fetch(
             f"{root}/v1/models",
             self.headers,
-            timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s),
+            timeout_s=min(MODELS_TIMEOUT_S, self.options.timeout_s),
         )
         if reply.status == 0:
             raise ServerError(

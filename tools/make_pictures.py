@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests/perf/real_model.jsonl"
@@ -38,7 +36,8 @@ STAGES = (
 ARROWS = ((0, 2), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7))
 
 
-def draw_flow(target: Path) -> None:
+def draw_flow() -> Figure:
+    """Draw the stages from a bf16 model to a published checkpoint."""
     figure, axes = pyplot.subplots(figsize=(11, 1.6))
     axes.set_axis_off()
     axes.set_xlim(-0.6, 6.6)
@@ -61,10 +60,10 @@ def draw_flow(target: Path) -> None:
                 "patchB": texts[end].get_bbox_patch(),
             },
         )
-    save(target)
+    return figure
 
 
-def draw_chart(target: Path) -> None:
+def draw_chart() -> Figure:
     """Draw the right calls of each recipe in both arithmetics, next to what its prompts cost."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
@@ -90,7 +89,7 @@ def draw_chart(target: Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
-    save(target)
+    return figure
 
 
 def draw_row(axes: Axes, height: int, row: dict) -> None:
@@ -101,18 +100,12 @@ def draw_row(axes: Axes, height: int, row: dict) -> None:
     axes.text(505, height, f"{row['inputs_in_4_bits'] / LINEARS:.0%}", va="center", fontsize=8)
 
 
-def save(target: Path) -> None:
-    pyplot.savefig(target, metadata={"Date": None})
-    pyplot.close()
-    print(target.relative_to(ROOT))
-
-
 def main() -> None:
     pyplot.rcParams["svg.fonttype"] = "none"
     pyplot.rcParams["svg.hashsalt"] = "annie_quant"
     pyplot.rcParams["font.family"] = "DejaVu Sans, sans-serif"
-    draw_flow(ROOT / "docs/flow.svg")
-    draw_chart(ROOT / "docs/real-model.svg")
+    for name, draw in (("flow", draw_flow), ("real-model", draw_chart)):
+        draw().savefig(ROOT / f"docs/{name}.svg", format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from annie_quant.documents import incomplete
@@ -202,10 +203,17 @@ def content_words(text: str) -> set[str]:
     return {w for w in re.findall(r"\w+", text.lower()) if len(w) >= MIN_LETTERS or w.isdigit()}
 
 
+@cache
+def _script_of(character: str) -> str:
+    """Return the first word of a letter's Unicode name: LATIN, CYRILLIC, HIRAGANA."""
+    return unicodedata.name(character, "?").split()[0]
+
+
+@lru_cache(maxsize=4096)  # several models give most answers alike
 def language_of(text: str) -> str | None:
     """Return the language of a text, or its script where that is not Latin; None where it is short or not clear."""
     words = [word.lower() for word in _WORD.findall(text)]
-    scripts = Counter(unicodedata.name(c, "?").split()[0] for c in text if c.isalpha())
+    scripts = Counter(_script_of(c) for c in text if c.isalpha())
     if not scripts:
         return None
     script, n = scripts.most_common(1)[0]

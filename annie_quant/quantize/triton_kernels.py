@@ -172,7 +172,7 @@ def scan_forward(
     columns = tl.arange(0, dk)
     wide = tl.program_id(1) * part + tl.arange(0, part)
     places = row * dk * dv + columns[:, None] * dv + wide[None, :]
-    if continues:  # noqa: SIM108  a compile-time branch: Triton takes one of the two
+    if continues:
         state = tl.load(state_in + places)
     else:
         state = tl.zeros((dk, part), tl.float32)

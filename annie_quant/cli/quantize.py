@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 import annie_quant
@@ -98,7 +99,7 @@ def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
     from annie_quant.checkpoint import ModelFolder, decode_speed
     from annie_quant.data.rows import check_calibration
-    from annie_quant.quantize import estimates
+    from annie_quant.quantize import estimates, strategies
 
     strategy = options.strategy
     model = options.model
@@ -106,12 +107,13 @@ def quantize(options: QuantizeOptions) -> None:
     invalid = [item for item in options.settings if "=" not in item]
     if invalid:
         raise UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
-    own = dict(item.split("=", 1) for item in options.settings)
+    own: dict[str, Any] = dict(item.split("=", 1) for item in options.settings)
     limits = {name: getattr(options, name) for name in ("max_gb", "min_tps", "max_loss")}
-    own |= {name: str(value) for name, value in limits.items() if value is not None}
+    own |= {name: value for name, value in limits.items() if value is not None}
     device = decode_speed.find_device(options.device) if options.device else None
     if device and strategy == "best":
-        own["device"] = str(options.device)
+        own["device"] = options.device
+    own = msgspec.structs.asdict(strategies.find(strategy).settings(own))
     if options.dry_run or estimates.is_large(model):
         with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
             estimate = estimates.estimate(

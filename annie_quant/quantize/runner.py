@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -147,7 +147,7 @@ def run(
             calib_samples=job.calib_samples,
             exclude=list(job.exclude),
             scale=job.scale,
-            options=asdict(job.options),
+            options=msgspec.structs.asdict(job.options),
             seed=job.seed,
             prompt_sha256=prompts,
             prompt_mismatch=mismatch,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+import msgspec
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
@@ -43,9 +45,8 @@ def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
     return weight_bytes < FLOAT32_BYTES
 
 
-@dataclass(frozen=True)
-class StrategyOptions:
-    """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass whose fields are option()s.
+class StrategyOptions(msgspec.Struct, frozen=True):
+    """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass with a described() type per field.
 
     MEASURED_WITHOUT: options that no measurement depends on.
     """
@@ -53,24 +54,22 @@ class StrategyOptions:
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ()
 
 
-Default = TypeVar("Default")
 OptionsType = TypeVar("OptionsType", bound=StrategyOptions, covariant=True)
 
 
-def option(default: Default, help: str, choices: tuple[Default, ...] = ()) -> Default:
-    """Return a field of StrategyOptions. A value that a user gives takes the type of the default."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def described(text: str) -> msgspec.Meta:
+    """Return the annotation of an option: a description for messages."""
+    return msgspec.Meta(description=text)
 
 
-def activations_option() -> str:
-    return option(
-        "4", "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", ("4", "16")
-    )
+Damping = Annotated[float, described("added to the Hessian's diagonal, relative to its mean")]
+PromptWeight = Annotated[float, described("weight of a prompt's token relative to a response's")]
+ActivationBits = Annotated[Literal[4, 16], described("bits of the inputs: 4 (W4A4) or 16")]
 
 
-def four_bit_format(activations: str) -> Format:
-    """Return the format of 4-bit weights whose activations have "4" or "16" bits."""
-    return W4A16 if activations == "16" else NVFP4
+def four_bit_format(activation_bits: object) -> Format:
+    """Return the format of 4-bit weights whose inputs have 4 or 16 bits."""
+    return W4A16 if activation_bits == 16 else NVFP4
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,9 @@ class Job(Generic[OptionsType]):
 
     def key(self) -> dict[str, object]:
         """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
-        options = {
-            n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT
-        }
+        options = msgspec.structs.asdict(self.options)
+        for name in self.options.MEASURED_WITHOUT:
+            del options[name]
         return {
             "layout": 2,  # of the stored layers (rounding.LayerResult)
             "model": source_key(ModelFolder(self.model)),
@@ -224,26 +223,20 @@ class Strategy:
         return stored.bits if isinstance(stored, Format) else stored
 
     def settings(self, values: Mapping[str, object]) -> StrategyOptions:
-        """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""
-        known = {f.name: f for f in fields(self.options)}
-        parsed = {}
+        """Return the options with the given values, which may be text. Raises UsageError for what they do not take."""
+        descriptions = {}
+        for setting in msgspec.inspect.type_info(self.options).fields:
+            text = (setting.type.extra_json_schema or {}).get("description", "")
+            descriptions[setting.name] = f"{text} (default {setting.default})"
         for name, value in values.items():
-            if name not in known:
-                listed = "; ".join(
-                    f"{n} (default {f.default!r}): {f.metadata['help']}" for n, f in known.items()
-                )
+            if name not in descriptions:
+                known = "; ".join(f"{n}: {text}" for n, text in descriptions.items())
                 raise UsageError(
-                    f"{self.name} has no setting {name!r}", f"it has: {listed or 'none'}"
+                    f"{self.name} has no setting {name!r}", f"it has: {known or 'none'}"
                 )
-            default: Any = known[name].default
-            choices = known[name].metadata["choices"]
             try:
-                parsed[name] = type(default)(value)
-            except ValueError:
-                raise UsageError(
-                    f"{name}={value}: expected a value such as {default!r}",
-                    known[name].metadata["help"],
-                ) from None
-            if choices and parsed[name] not in choices:
-                raise UsageError(f"{name}={value}", f"choose {' or '.join(map(str, choices))}")
-        return self.options(**parsed)
+                msgspec.convert({name: value}, self.options, strict=False)
+            except msgspec.ValidationError as error:
+                reason = str(error).partition(" - at ")[0].replace("`", "")
+                raise UsageError(f"{name}={value}: {reason}", descriptions[name]) from None
+        return msgspec.convert(values, self.options, strict=False)

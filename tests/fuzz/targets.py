@@ -149,9 +149,10 @@ def quant_config(raw: bytes) -> None:
 
 def quant_config_seeds() -> Iterable[bytes]:
     from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+    from annie_quant.models.formats import FP8, NVFP4
 
     for dialect in (modelopt, compressed_tensors):
-        settings = dialect.settings({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16)
+        settings = dialect.settings({"a": NVFP4, "b": FP8}, ["lm_head", "x*"], 16)
         yield json.dumps(settings.quantization_config).encode()
         for value in settings.files.values():
             yield json.dumps(value.get("quantization", value)).encode()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import HEAD
@@ -27,37 +26,42 @@ from annie_quant.quantize.strategy import (
     KEPT_INPUTS,
     SWEEP_TIME,
     Cost,
+    Damping,
     Job,
+    PromptWeight,
     Strategy,
     StrategyOptions,
+    described,
     four_bit_format,
-    option,
 )
 
 if TYPE_CHECKING:
     from annie_quant.quantize.rounding import Method
 
 
-@dataclass(frozen=True)
-class BestOptions(StrategyOptions):
-    damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
-    prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
-    activations: str = option(
-        "mixed",
-        "bits of all inputs; mixed: 4 for what `share` allows, else 16",
-        ("mixed", "4", "16"),
-    )
-    share: float = option(
-        0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave"
-    )
-    max_gb: float = option(math.inf, "GB of tensors at most (frontier_plan.py)")
-    min_tps: float = option(0.0, "predicted tokens per second of one stream at least")
-    max_loss: float = option(
-        math.inf, "held-out divergence at most: mean KL plus that of the tokens that decide"
-    )
-    device: str = option(
-        "", "whose speed: gb10, h200, GB/s, or a device file; by default this machine's, else gb10"
-    )
+class BestOptions(StrategyOptions, frozen=True):
+    damping: Damping = 0.05
+    prompt: PromptWeight = 0.1
+    activations: Annotated[
+        Literal["mixed", 4, 16],
+        described("bits of all inputs, 4 or 16; mixed: 4 for what `share` allows, else 16"),
+    ] = "mixed"
+    share: Annotated[
+        float,
+        described("of the divergence that rounding all inputs adds, what activations=mixed leaves"),
+    ] = 0.05
+    max_gb: Annotated[float, described("GB of tensors at most")] = math.inf
+    min_tps: Annotated[float, described("predicted tokens per second of one stream at least")] = 0.0
+    max_loss: Annotated[
+        float,
+        described("held-out divergence at most: mean KL plus that of the tokens that decide"),
+    ] = math.inf
+    device: Annotated[
+        str,
+        described(
+            "whose speed: gb10, h200, GB/s, or a device file; default: this machine's, else gb10"
+        ),
+    ] = ""
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 

@@ -7,10 +7,11 @@ run resumes after its last complete shard.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from annie_quant.checkpoint import dialects, writer
@@ -23,7 +24,7 @@ from annie_quant.models import short_name
 from annie_quant.models.formats import NVFP4, W4A16
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan, export
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, described
 
 UNITS = {
     "": 1,
@@ -36,12 +37,14 @@ UNITS = {
 }
 
 
-@dataclass(frozen=True)
-class DirectOptions(StrategyOptions):
-    shard_size: str = option("5GB", "size of the output's files: 500MB, 5GB")
-    input_scales: str = option(
-        "", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"
-    )
+class DirectOptions(StrategyOptions, frozen=True):
+    shard_size: Annotated[str, described("size of the output's files: 500MB, 5GB")] = "5GB"
+    input_scales: Annotated[
+        str,
+        described(
+            "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"
+        ),
+    ] = ""
 
 
 def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
@@ -79,7 +82,7 @@ def resume_key(job: Job[DirectOptions]) -> dict[str, object]:
         "source": source_key(ModelFolder(job.model)),
         "exclude": job.exclude,
         "scale": job.scale,
-        "options": asdict(job.options),
+        "options": msgspec.structs.asdict(job.options),
         "inputs": repr(list(read_input_scales(file).items()) if file else []),
     }
 

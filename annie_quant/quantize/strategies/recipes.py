@@ -8,8 +8,7 @@ A to E are the strategies of the original plan. torch is imported when a plan is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import all_linears
@@ -24,13 +23,15 @@ from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     KEPT_INPUTS,
     SWEEP_TIME,
+    ActivationBits,
     Cost,
+    Damping,
     Job,
+    PromptWeight,
     Strategy,
     StrategyOptions,
-    activations_option,
+    described,
     four_bit_format,
-    option,
 )
 
 LINEARS = ("mlp", "attention", "deltanet")
@@ -115,11 +116,10 @@ AWQ_LITE = Strategy(
 )
 
 
-@dataclass(frozen=True)
-class GptqOptions(StrategyOptions):
-    damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
-    prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
-    activations: str = activations_option()
+class GptqOptions(StrategyOptions, frozen=True):
+    damping: Damping = 0.05
+    prompt: PromptWeight = 0.1
+    activations: ActivationBits = 4
 
 
 def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
@@ -155,19 +155,21 @@ GPTQ = Strategy(
 )
 
 
-@dataclass(frozen=True)
-class AutoMixedOptions(StrategyOptions):
-    bits: float = option(4.8, "bits per weight, over the linears that may be quantized")
+class AutoMixedOptions(StrategyOptions, frozen=True):
+    bits: Annotated[float, described("bits per weight, over the linears that may be quantized")] = (
+        4.8
+    )
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
 
 
-@dataclass(frozen=True)
-class SensitivityOptions(StrategyOptions):
-    bits: float = option(
-        5.5,
-        "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count",
-    )
+class SensitivityOptions(StrategyOptions, frozen=True):
+    bits: Annotated[
+        float,
+        described(
+            "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
+        ),
+    ] = 5.5
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
 
@@ -198,7 +200,7 @@ def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., Quantizat
 AUTO_MIXED = Strategy(
     name="auto_mixed",
     summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
-    formats=dict.fromkeys(LINEARS, AutoMixedOptions.bits),
+    formats=dict.fromkeys(LINEARS, AutoMixedOptions().bits),
     cost=Cost(rank=90, passes=200, encode=SWEEP_TIME, column_feedback=True),
     plan=within_bits(in_four_bits=True, of_decoder=False),
     options=AutoMixedOptions,
@@ -208,7 +210,7 @@ AUTO_MIXED = Strategy(
 SENSITIVITY = Strategy(
     name="sensitivity",
     summary="ours: W4A4, W4A16, FP8 or bf16 by measured divergence under a size budget (--set bits=5.5)",
-    formats=dict.fromkeys(LINEARS, SensitivityOptions.bits),
+    formats=dict.fromkeys(LINEARS, SensitivityOptions().bits),
     cost=Cost(rank=70, passes=200, encode=SWEEP_TIME, column_feedback=True),
     plan=within_bits(in_four_bits=False, of_decoder=True),
     options=SensitivityOptions,
@@ -216,14 +218,13 @@ SENSITIVITY = Strategy(
 )
 
 
-@dataclass(frozen=True)
-class QadOptions(StrategyOptions):
-    steps: int = option(300, "training steps")
-    lr: float = option(1e-5, "learning rate")
-    batch: int = option(8, "answers per step and process")
-    save: int = option(50, "steps between checkpoints")
-    checkpointing: int = option(1, "recompute activations (1) or keep them (0)", (0, 1))
-    activations: str = activations_option()
+class QadOptions(StrategyOptions, frozen=True):
+    steps: Annotated[int, described("training steps")] = 300
+    lr: Annotated[float, described("learning rate")] = 1e-5
+    batch: Annotated[int, described("answers per step and process")] = 8
+    save: Annotated[int, described("steps between checkpoints")] = 50
+    checkpointing: Annotated[bool, described("recompute activations (1) or keep them (0)")] = True
+    activations: ActivationBits = 4
 
 
 def plan_training(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:

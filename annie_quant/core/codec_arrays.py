@@ -19,7 +19,9 @@ FLOAT_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, BFLOAT16: 2}  #
 
 
 def float_array(w: object, name: str) -> tuple[np.ndarray, int]:
-    """Return (w as a contiguous, aligned float array, its kind in FLOAT_KINDS). A copy is made only where w is neither.
+    """Return (w as a contiguous, aligned float array, its kind in FLOAT_KINDS).
+
+    A copy is made only where w is neither.
 
     ValueError: not an array, another dtype, or not on the CPU. `name` is used in its message.
     """
@@ -78,7 +80,10 @@ def output_array(
 
 
 def importance_weights(importance: ArrayLike | None, columns: int) -> np.ndarray | None:
-    """Return the weights of a squared error as float32 [columns], or None. ValueError: negative, NaN or infinite."""
+    """Return the weights of a squared error as float32 [columns], or None.
+
+    ValueError: negative, NaN or infinite.
+    """
     if importance is None:
         return None
     weights = np.require(importance, np.float32, ("C", "A"))
@@ -90,7 +95,10 @@ def importance_weights(importance: ArrayLike | None, columns: int) -> np.ndarray
 
 
 def finite_amax(x: np.ndarray, kind: int) -> float:
-    """Return the largest magnitude of an array from `float_array`. ValueError: it holds NaN or inf."""
+    """Return the largest magnitude of an array from `float_array`.
+
+    ValueError: it holds NaN or inf.
+    """
     value = _nvfp4.amax(as_bytes(x), kind)
     if not np.isfinite(value):
         raise ValueError(nonfinite_message(x))

@@ -19,7 +19,10 @@ EXIT_CODES = {
 
 
 class AnnieError(Exception):
-    """An expected error. `message` is one printable line; `hint` is the next command to run, or what to change."""
+    """An expected error.
+
+    `message` is one printable line; `hint` is the next command to run, or what to change.
+    """
 
     exit_code = 1
 
@@ -43,11 +46,17 @@ class EnvironmentFault(AnnieError):
 
 
 class DiskFull(EnvironmentFault):
-    """The disk has too little space for an output. No strategy can avoid this, so a search stops at it."""
+    """The disk has too little space for an output.
+
+    No strategy can avoid this, so a search stops at it.
+    """
 
 
 class CheckpointError(EnvironmentFault):
-    """A model folder cannot be used. The message names the file, the tensor, what was expected and what was got."""
+    """A model folder cannot be used.
+
+    The message names the file, the tensor, what was expected and what was got.
+    """
 
 
 class ServerError(AnnieError):
@@ -57,7 +66,10 @@ class ServerError(AnnieError):
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """Import an optional package and return it. Raises EnvironmentFault that names the extra which installs it."""
+    """Import an optional package and return it.
+
+    Raises EnvironmentFault that names the extra which installs it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -25,7 +25,10 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """Open a temporary file next to `path`. On success it is synced and renamed to `path`, on failure it is removed."""
+    """Open a temporary file next to `path`.
+
+    On success it is synced and renamed to `path`, on failure it is removed.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -109,9 +112,12 @@ def check_writable(path: Path) -> None:
 
 
 def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
-    """Lock an open file against other processes until it is closed. Return False where another process holds the lock.
+    """Lock an open file against other processes until it is closed.
 
-    On a file system without locks this logs a warning and returns True: nothing could run there otherwise.
+    Return False where another process holds the lock.
+
+    On a file system without locks this logs a warning and returns True: nothing could run there
+    otherwise.
 
     path: for the messages.
     Raises EnvironmentFault for any other error.

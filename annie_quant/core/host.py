@@ -1,6 +1,7 @@
 """Facts about this machine: processors, memory, processes, GPUs, package versions; no secrets and no paths of users.
 
-Memory and processes come from psutil, the description of GPUs from nvidia-smi, and what is sampled during a run from NVML.
+Memory and processes come from psutil, the description of GPUs from nvidia-smi, and what is sampled
+during a run from NVML.
 """
 
 from __future__ import annotations
@@ -198,7 +199,10 @@ def _nvml_value(nvml: ModuleType | None, function: str, *arguments: object) -> A
 
 
 def gpu_process_bytes() -> dict[int, int]:
-    """Return the GPU memory per process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
+    """Return the GPU memory per process that computes on a GPU, {pid: bytes}.
+
+    Processes without a figure are left out.
+    """
     nvml, devices = nvml_devices()
     sizes: Counter[int] = Counter()
     for device in devices:

@@ -8,7 +8,8 @@ from types import ModuleType
 
 from annie_quant.core.errors import EnvironmentFault
 
-# A wheel has only the modules that its builder could build; a build on this machine finds what is installed here.
+# A wheel has only the modules that its builder could build; a build on this machine finds what is
+# installed here.
 FROM_SOURCE = (
     "pip install --force-reinstall --no-deps SOURCE (a clone, or an unpacked source distribution)"
 )
@@ -48,7 +49,10 @@ BUILDS = {
 
 
 def load(name: str) -> ModuleType:
-    """Return annie_quant's C module `name`. Raises EnvironmentFault if it is not built or cannot be loaded."""
+    """Return annie_quant's C module `name`.
+
+    Raises EnvironmentFault if it is not built or cannot be loaded.
+    """
     try:
         return importlib.import_module(f"annie_quant.{name}")
     except ModuleNotFoundError as error:

@@ -13,7 +13,10 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """What long work reports to. Implementations must be cheap: they are called once per request, layer or file."""
+    """What long work reports to.
+
+    Implementations must be cheap: they are called once per request, layer or file.
+    """
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         """Report that `done` of `total` units are finished.

@@ -1,11 +1,13 @@
-"""Resuming interrupted work. What was finished is stored under a key, any JSON value that describes all of its inputs.
+"""Resuming interrupted work.
+
+What was finished is stored under a key, any JSON value that describes all of its inputs.
 
 KeyedJson            one value in a file
 keyed_folder         a folder of files
 JsonLines            an append-only log, whose lines have their own keys
 
-Files are replaced atomically, lines are appended completely or not at all. What was stored under another key, and what a kill
-cut short, counts as not done; it is discarded, never mixed in.
+Files are replaced atomically, lines are appended completely or not at all. What was stored under
+another key, and what a kill cut short, counts as not done; it is discarded, never mixed in.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def launcher_rank() -> int:
 
 
 class KeyedJson:
-    """One JSON value in a file, valid for one key. A missing, torn or foreign file counts as no value."""
+    """One JSON value in a file, valid for one key.
+
+    A missing, torn or foreign file counts as no value.
+    """
 
     def __init__(self, path: Path, key: object) -> None:
         self.path = path
@@ -82,7 +87,9 @@ def read_lines(path: str | os.PathLike[str], decode: Callable[[bytes, str], T]) 
 
 
 class JsonLines:
-    """An append-only log with one JSON object per line. A last line that a kill cut short is removed when it is opened.
+    """An append-only log with one JSON object per line.
+
+    A last line that a kill cut short is removed when it is opened.
 
     sync: force the lines to the disk before `append` returns.
     exclusive: raise UsageError if another process has the log open in this way.

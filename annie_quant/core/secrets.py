@@ -124,7 +124,10 @@ class SecretForm(NamedTuple):
 
 
 def _token(name: str, prefix: str, characters: str, certain: int | None, likely: int) -> SecretForm:
-    """Return the form of a token that begins with a prefix. certain, likely: how many further characters it needs to be so."""
+    """Return the form of a token that begins with a prefix.
+
+    certain, likely: how many further characters it needs to be so.
+    """
     start = rf"\b(?:{prefix}){characters}"
     return SecretForm(
         name,
@@ -181,8 +184,8 @@ FORMS = (
 )
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
-# The rules of detect-secrets (https://github.com/Yelp/detect-secrets, extra `publish`) with a fixed form. Those that guess by
-# entropy or by a keyword take checksums and prompts for secrets.
+# The rules of detect-secrets (https://github.com/Yelp/detect-secrets, extra `publish`) with a fixed
+# form. Those that guess by entropy or by a keyword take checksums and prompts for secrets.
 LIBRARY_RULES = (
     "ArtifactoryDetector",
     "AWSKeyDetector",
@@ -206,7 +209,10 @@ _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
 def secret_in(path: Path) -> str:
-    """Return the name of the first form of secret in a file, or "". Of weights only the header is text."""
+    """Return the name of the first form of secret in a file, or "".
+
+    Of weights only the header is text.
+    """
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
@@ -291,8 +297,8 @@ class Redactor:
     def spans_in(self, texts: Sequence[bytes]) -> list[tuple[int, int, int]]:
         """Return (text, start, end) of every part of a secret.
 
-        It may be in one text, in consecutive ones, or at the end of one text and the beginning of any
-        other, as in a message's reasoning and content.
+        It may be in one text, in consecutive ones, or at the end of one text and the beginning of
+        any other, as in a message's reasoning and content.
         """
         spans = set(_parts(texts, self.spans(b"".join(texts))))
         heads = [text[: self._longest].lower() for text in texts]
@@ -324,7 +330,8 @@ class Redactor:
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (event, start, end) of every part of a secret in one answer's events.
 
-        A secret may be in one piece, cut by network reads, or spread over the texts of many events, one character per event.
+        A secret may be in one piece, cut by network reads, or spread over the texts of many events,
+        one character per event.
 
         payload: returns the JSON document of an event.
         """
@@ -338,8 +345,8 @@ class Redactor:
     ) -> Iterator[tuple[int, bytes, int, int]]:
         """Yield (event, string, start, end) of the parts of JSON strings that form a secret when they are joined.
 
-        The strings at the same path of successive events are joined, as a client does for display. A secret may also continue at
-        another path.
+        The strings at the same path of successive events are joined, as a client does for display.
+        A secret may also continue at another path.
         """
         strings: dict[tuple[object, ...], list[bytes]] = {}
         indices: dict[tuple[object, ...], list[int]] = {}

@@ -1,7 +1,7 @@
 """Texts from the templates in assets/templates: HTML with the style, script and policy of every page, Markdown, and plain text.
 
-Every value that a template of a page writes is made safe: `visible` and escaped in HTML, `inert` in Markdown. Only Markup is
-written as it is.
+Every value that a template of a page writes is made safe: `visible` and escaped in HTML, `inert` in
+Markdown. Only Markup is written as it is.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ def render_text(name: str, **values: object) -> str:
 
 
 def render_html(name: str, marks: str, **values: object) -> str:
-    """Return the page of an HTML template. marks: the style of its drawings, after that of every page.
+    """Return the page of an HTML template.
 
-    The Content-Security-Policy allows the page's own script by hash and nothing else, so that text from a model cannot act even
-    where it came through unescaped.
+    marks: the style of its drawings, after that of every page.
+
+    The Content-Security-Policy allows the page's own script by hash and nothing else, so that text
+    from a model cannot act even where it came through unescaped.
     """
     style, script = (
         (TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js")

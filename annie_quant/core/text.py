@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# ECMA-48: control sequences (CSI), strings that a terminal executes (OSC, DCS, SOS, PM, APC), and two-character escapes.
+# ECMA-48: control sequences (CSI), strings that a terminal executes (OSC, DCS, SOS, PM, APC), and
+# two-character escapes.
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*.?",
     re.DOTALL,
 )
 
-# C0 without tab and newline, DEL and C1, separators, bidi marks and isolates, surrogates, specials, variation tags.
+# C0 without tab and newline, DEL and C1, separators, bidi marks and isolates, surrogates, specials,
+# variation tags.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
     "\ufff0-\uffff\U000e0000-\U000e0fff]"
@@ -28,7 +30,8 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~])")
 def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     """Return text without escape sequences and invisible characters, on one line (`lines`: keep line breaks and tabs).
 
-    most: longest result. Characters that change the order of others (Trojan Source, CVE-2021-42574) are invisible too.
+    most: longest result. Characters that change the order of others (Trojan Source, CVE-2021-42574)
+        are invisible too.
     """
     if not text.isprintable():
         allowed = "\n\t" if lines else ""

@@ -1,4 +1,6 @@
-"""Data that another party wrote: a server's answers, a checkpoint's metadata, a log. Decode it, limit it, show it.
+"""Data that another party wrote: a server's answers, a checkpoint's metadata, a log.
+
+Decode it, limit it, show it.
 
 decode_json(data)   JSON of any content; the only exception is ValueError; lenient: with NaN, and U+FFFD for lone surrogates
 limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
@@ -32,10 +34,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def decode_json(data: bytes | str, lenient: bool = False) -> Any:
-    """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded.
+    """Return the value of a JSON document.
 
-    lenient: also accept what Python's json module accepts and msgspec does not: NaN, infinities, and lone surrogates, which
-        become U+FFFD, because no file can hold them.
+    Raises ValueError, with one line, for everything that cannot be decoded.
+
+    lenient: also accept what Python's json module accepts and msgspec does not: NaN, infinities,
+        and lone surrogates, which become U+FFFD, because no file can hold them.
     """
     try:
         return msgspec.json.decode(data)
@@ -50,7 +54,10 @@ def decode_json(data: bytes | str, lenient: bool = False) -> Any:
 
 
 def without_surrogates(value: object) -> Any:
-    """Return a decoded JSON value with U+FFFD for each lone surrogate. RecursionError where it is nested too deeply."""
+    """Return a decoded JSON value with U+FFFD for each lone surrogate.
+
+    RecursionError where it is nested too deeply.
+    """
     return changed_texts(value, partial(_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}"))
 
 

@@ -2,9 +2,10 @@
 
 draw_category(category, rng, split) returns one exchange; conversation(rng, split) returns five.
 
-Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or gate), so that no model is judged
-with a phrasing that it was trained or calibrated on. Facts (words.json) are the same in every split. Topics of tool calls differ,
-so that a correct call in a gate cannot have been memorized: train has all combinations of two words except the topics of
+Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or
+gate), so that no model is judged with a phrasing that it was trained or calibrated on. Facts
+(words.json) are the same in every split. Topics of tool calls differ, so that a correct call in a
+gate cannot have been memorized: train has all combinations of two words except the topics of
 calibration and gate.
 """
 
@@ -35,7 +36,10 @@ class TopicWords(msgspec.Struct):
     gate: tuple[str, ...]
 
     def by_split(self, everything: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the topics of each split. everything: all topics; train has, sorted, those of no other split."""
+        """Return the topics of each split.
+
+        everything: all topics; train has, sorted, those of no other split.
+        """
         train = tuple(sorted(set(everything).difference(self.calibration, self.gate)))
         return {"train": train, "calibration": self.calibration, "gate": self.gate}
 
@@ -101,7 +105,8 @@ PairsBySplit = dict[str, tuple[tuple[str, str], ...]]
 class Phrases(msgspec.Struct):
     """Templates.
 
-    Placeholders: {s} subject, {a} answer, {t} topic, {d} device, {f} feeling, {c} cause; in sums {a} and {b} are the numbers, {t}
+    Placeholders: {s} subject, {a} answer, {t} topic, {d} device, {f} feeling, {c} cause; in sums
+        {a} and {b} are the numbers, {t}
     the things, {one} and {many} the container.
 
     greetings: (user's greeting, reply).
@@ -109,8 +114,8 @@ class Phrases(msgspec.Struct):
     feelings: (feeling, reply, second sentence).
     fact_sentences: the reply to a question about a fact, by kind of fact.
     thoughts: the thinking before a reply, by category.
-    tool_requests, plain_tool_requests: for tools with and without arguments. {do}: what the tool does; {args}: its arguments; both
-        also with a capital letter.
+    tool_requests, plain_tool_requests: for tools with and without arguments. {do}: what the tool
+        does; {args}: its arguments; both also with a capital letter.
     joiners: between two requests.
     """
 

@@ -1,8 +1,9 @@
 """`annie-quant data`: conversations by a teacher, evenly over a persona's categories, as one row per line.
 
-A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool arguments are a JSON string on
-disk, as in OpenAI's format; chat templates need them decoded. A conversation that breaks a rule, or that repeats another row
-or a gate's prompt, is dropped and requested again.
+A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool
+arguments are a JSON string on disk, as in OpenAI's format; chat templates need them decoded. A
+conversation that breaks a rule, or that repeats another row or a gate's prompt, is dropped and
+requested again.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ def journal_path(output: Path) -> Path:
 class Journal:
     """The log of an unfinished run, next to its output.
 
-    A killed run loses at most one batch, and a budget includes all continuations. The log is deleted when the output is complete.
+    A killed run loses at most one batch, and a budget includes all continuations. The log is
+    deleted when the output is complete.
 
     output: None keeps rows and costs in memory only.
     key: the run's settings.
     restart: discard an earlier, unfinished run.
-    Raises UsageError if another process writes the same output, or if an unfinished run had other settings.
+    Raises UsageError if another process writes the same output, or if an unfinished run had other
+    settings.
     """
 
     def __init__(self, output: Path | None, key: dict[str, object], restart: bool = False) -> None:
@@ -167,12 +170,13 @@ def generate(
 ) -> GenerationResult:
     """Make n conversations, evenly over the categories, and write the valid ones to `output` (JSON lines).
 
-    The offline teacher gives the same rows for the same seed, except for the time in provenance, which SOURCE_DATE_EPOCH
-    fixes. An interrupted run resumes from its journal.
+    The offline teacher gives the same rows for the same seed, except for the time in provenance,
+    which SOURCE_DATE_EPOCH fixes. An interrupted run resumes from its journal.
 
     apart_from: files whose prompts must not be repeated.
     force: start again, and overwrite a finished output.
-    Raises AnnieError if fewer than four fifths could be made; what was made is kept for the next run.
+    Raises AnnieError if fewer than four fifths could be made; what was made is kept for the next
+    run.
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
     if n < len(who.categories):

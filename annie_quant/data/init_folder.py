@@ -3,7 +3,8 @@
     prompt + tools           persona.json; prompts and conversations are made from the tools by the offline teacher
     logs (+ prompt, tools)   persona.json, workloads/ and calibration.jsonl from production's own conversations
 
-Secrets are masked before anything is written. README.md of the folder states where all of it comes from.
+Secrets are masked before anything is written. README.md of the folder states where all of it comes
+from.
 """
 
 from __future__ import annotations
@@ -90,9 +91,12 @@ class Sources:
 def initialize(
     sources: Sources, output: Path, force: bool = False, progress: Progress = SILENT
 ) -> Initialized:
-    """Write persona.json, workloads/, calibration.jsonl and README.md into `output`. A new folder is removed after an error.
+    """Write persona.json, workloads/, calibration.jsonl and README.md into `output`.
 
-    Raises UsageError where there is neither a system prompt nor a log with conversations, and for a folder with other files.
+    A new folder is removed after an error.
+
+    Raises UsageError where there is neither a system prompt nor a log with conversations, and for a
+    folder with other files.
     """
     _check_output(output, force)
     is_new = not output.exists()

@@ -23,7 +23,10 @@ LoggedTool = dict[str, Any]  # a tool in OpenAI's form; its parameters are a JSO
 
 
 class Unusable(Exception):
-    """A record has no conversation that can be used. The message is the reason, the same for all records with this fault."""
+    """A record has no conversation that can be used.
+
+    The message is the reason, the same for all records with this fault.
+    """
 
 
 @dataclass
@@ -176,7 +179,10 @@ def conversation_of(record: object) -> Conversation:
 
 
 def _time(record: Fields) -> float | None:
-    """Return when a record was logged, in seconds since 1970. Records have ISO 8601, or a number of seconds or milliseconds."""
+    """Return when a record was logged, in seconds since 1970.
+
+    Records have ISO 8601, or a number of seconds or milliseconds.
+    """
     for key in TIME_KEYS:
         value = record.get(key)
         if isinstance(value, str):
@@ -190,7 +196,10 @@ def _time(record: Fields) -> float | None:
 def finished(
     messages: list[ChatMessage], tools: list[LoggedTool] | None, system: object = None
 ) -> Conversation:
-    """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
+    """Return a conversation that every chat template can render.
+
+    Raises Unusable where nothing is left.
+    """
     systems = ["\n".join(_Content(system).texts)]
     systems += [m["content"] for m in messages if m["role"] == "system"]
     prompt = "\n".join(text for text in systems if text.strip()) or None
@@ -269,7 +278,10 @@ def first_choice(body: Fields) -> Fields | None:
 
 
 def parsed_message(raw: object) -> Iterator[ChatMessage]:
-    """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
+    """Yield one logged message as messages of OpenAI's form.
+
+    Raises Unusable for an unknown role or an image.
+    """
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
     sender = str(raw.get("role") or raw.get("from") or raw.get("type"))
@@ -451,7 +463,7 @@ def _result(text: str, name: object = None, identity: object = None) -> ChatMess
 
 
 def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with calls and results numbered call_1, call_2, ... in place of the log's ids."""
+    """Return the messages with calls and results numbered (call_1) in place of the log's ids."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []
     names = (f"call_{n}" for n in itertools.count(1))
@@ -493,7 +505,10 @@ def stream_bytes(logged: object) -> bytes | None:
 
 
 def message_of_events(body: bytes) -> tuple[JsonObject, str | None]:
-    """Return message and finish reason of a stream of chunks. Raises ValueError where it is broken or does not end."""
+    """Return message and finish reason of a stream of chunks.
+
+    Raises ValueError where it is broken or does not end.
+    """
     answer = decode.read_answer(frames(body))
     if answer.fault is not None:
         raise ValueError("a stream that is broken")
@@ -515,7 +530,10 @@ def message_of_events(body: bytes) -> tuple[JsonObject, str | None]:
 
 
 def frames(body: bytes) -> Iterator[Frame]:
-    """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
+    """Yield the events of a stream that was copied as a whole.
+
+    Times are not known here: all stamps are 0.
+    """
     for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
         fields = list(field_lines(raw))
         lines = [value for name, value in fields if name == b"data"]

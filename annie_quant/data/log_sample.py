@@ -1,11 +1,12 @@
 """A bounded sample of logged conversations, split into gate cases and calibration rows that share no prompt.
 
-The sample is the same for the same conversations in any order. Each behaviour (the tool that is called first, or none) has its
-own pool, so that a rare tool in a million rows is kept. A pool holds the conversations with the smallest hashes; an exact
-repetition has the hash of its original.
+The sample is the same for the same conversations in any order. Each behaviour (the tool that is
+called first, or none) has its own pool, so that a rare tool in a million rows is kept. A pool holds
+the conversations with the smallest hashes; an exact repetition has the hash of its original.
 
-Each answer in a conversation is one gate case: the messages before it, with the logged calls and results, are the prompt. So a
-conversation of several turns with tools is replayed up to each answer, the same for bf16 and for the quantized model.
+Each answer in a conversation is one gate case: the messages before it, with the logged calls and
+results, are the prompt. So a conversation of several turns with tools is replayed up to each
+answer, the same for bf16 and for the quantized model.
 """
 
 from __future__ import annotations
@@ -320,7 +321,10 @@ def without_thinking(message: ChatMessage) -> ChatMessage:
 
 
 def max_tokens(lengths: Sequence[int]) -> int:
-    """Return a token limit that holds nearly all logged answers. lengths: of the answers, in characters."""
+    """Return a token limit that holds nearly all logged answers.
+
+    lengths: of the answers, in characters.
+    """
     if not lengths:
         return 256
     usual = sorted(lengths)[int(USUAL_SHARE * (len(lengths) - 1))]

@@ -66,7 +66,8 @@ def read_logs(
 ) -> Iterator[Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
-    problems: counts what cannot be used, also conversations of more than MAX_CONVERSATION_CHARACTERS.
+    problems: counts what cannot be used, also conversations of more than
+        MAX_CONVERSATION_CHARACTERS.
     Raises UsageError for a path that does not exist or cannot be read.
     """
     problems = Problems() if problems is None else problems
@@ -326,7 +327,10 @@ class ServerLog:
         self._request: JsonObject | None = None
 
     def add(self, line: str) -> Iterator[Conversation]:
-        """Yield the conversations that a line completes. Raises Unusable for a body that cannot be parsed."""
+        """Yield the conversations that a line completes.
+
+        Raises Unusable for a body that cannot be parsed.
+        """
         match = _LLAMA.search(line)
         if match is None:
             return

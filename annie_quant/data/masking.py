@@ -45,8 +45,8 @@ _NAME = re.compile(r"\b(?i:my name is|name's|call me|this is)\s+([A-Z][\w'-]+(?:
 class Scanner:
     """Masks text.
 
-    personal: also mask email addresses, card and phone numbers, and a name that a user states ("my name is ..."), everywhere
-        in that conversation.
+    personal: also mask email addresses, card and phone numbers, and a name that a user states ("my
+        name is ..."), everywhere in that conversation.
     words: further texts to mask, in any letter case.
     counts: kind of secret → number of places that were masked.
     """

@@ -1,8 +1,10 @@
 """Calls of generative models in OTLP JSON as records of a log (OpenTelemetry's semantic conventions, attributes gen_ai.*).
 
-Form: open-telemetry/semantic-conventions-genai, commit 024a4f94 (docs/gen-ai/client-inference.md and the JSON schemas of messages),
-read on 2026-11-28. Messages, system instructions and tool definitions are opt-in, structured or JSON text, on a span, one of its
-events or a log record. vLLM's own spans have no content, and token counts under older names.
+Form: open-telemetry/semantic-conventions-genai, commit 024a4f94 (docs/gen-ai/client-inference.md
+    and the JSON schemas of messages),
+read on 2026-11-28. Messages, system instructions and tool definitions are opt-in, structured or
+JSON text, on a span, one of its events or a log record. vLLM's own spans have no content, and token
+counts under older names.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """A proxy in front of one OpenAI-compatible server that records its chat completions (aiohttp on both sides).
 
-Every method and path is passed on, and every status, header and body is passed back; a stream is written as it is read.
-So that a key reaches no other server, redirects are passed back and not followed, the environment's proxies are not used, and
-cookies are not kept. A fault of recording never stops the traffic.
+Every method and path is passed on, and every status, header and body is passed back; a stream is
+written as it is read. So that a key reaches no other server, redirects are passed back and not
+followed, the environment's proxies are not used, and cookies are not kept. A fault of recording
+never stops the traffic.
 
-Memory is limited to MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all, and MAX_CLIENTS requests at
-once; further requests get status 503, or replace one whose body is late.
+Memory is limited to MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all, and
+MAX_CLIENTS requests at once; further requests get status 503, or replace one whose body is late.
 
-Slow clients are ended: HEAD_S for a connection's first head, BODY_S and a minimum rate for a body, WRITE_S for accepting a part
-of the answer.
+Slow clients are ended: HEAD_S for a connection's first head, BODY_S and a minimum rate for a body,
+WRITE_S for accepting a part of the answer.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class RecorderSettings:
 
 
 def checked_upstream(settings: RecorderSettings) -> str:
-    """Return the upstream without a last / or /v1. Raises UsageError for an address that cannot be used."""
+    """Return the upstream without a last / or /v1.
+
+    Raises UsageError for an address that cannot be used.
+    """
     url = settings.upstream
     refuse_secrets_in(url, "--upstream")
     try:
@@ -124,7 +128,8 @@ class Recorder:
         from aiohttp import web
 
         self._session = aiohttp.ClientSession(
-            # A new connection per request: one that the server closes while it is used again would fail a request.
+            # A new connection per request: one that the server closes while it is used again would
+            # fail a request.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for another
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=UPSTREAM_CONNECT_S),
@@ -229,7 +234,10 @@ class Recorder:
                 answer.drop()
 
     def _drop_a_late_one(self) -> bool:
-        """End the request whose body the proxy has waited for longest. Return False where none is late."""
+        """End the request whose body the proxy has waited for longest.
+
+        Return False where none is late.
+        """
         late = max(self._passed, key=_Passed.waiting_s, default=None)
         if late is None or late.waiting_s() < LATE_S:
             return False
@@ -389,7 +397,8 @@ class _Passed:
                 try:
                     piece = await anext(source, b"")
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                    # The client must see what it would have seen without a proxy: an answer that is cut off.
+                    # The client must see what it would have seen without a proxy: an answer that is
+                    # cut off.
                     self.fault = "the server ended it early"
                     self.abort()
                     return response
@@ -405,7 +414,10 @@ class _Passed:
 
 
 def _fail_when_closed(answer: ClientResponse) -> None:
-    """Make reading an answer fail when its connection is closed. aiohttp's parser does not after an invalid chunk size."""
+    """Make reading an answer fail when its connection is closed.
+
+    aiohttp's parser does not after an invalid chunk size.
+    """
     import aiohttp
 
     def fail(_: object) -> None:
@@ -438,7 +450,10 @@ def record(
     progress: Progress = SILENT,
     on_ready: Callable[[str], object] = lambda url: None,
 ) -> Recorded:
-    """Record until SIGINT or SIGTERM, or for settings.duration_s. on_ready: called with the address for clients."""
+    """Record until SIGINT or SIGTERM, or for settings.duration_s.
+
+    on_ready: called with the address for clients.
+    """
     return asyncio.run(_record(settings, progress, on_ready))
 
 

@@ -2,8 +2,8 @@
 
     {"time": ..., "model": ..., "messages": [...], "tools": [...], "finish_reason": ...}
 
-Only what init uses is kept: no headers, no address, no sampling settings. An answer that is incomplete is left out; its
-request is kept, because it is a prompt that users send.
+Only what init uses is kept: no headers, no address, no sampling settings. An answer that is
+incomplete is left out; its request is kept, because it is a prompt that users send.
 
 ChatLog is the file of these lines.
 """
@@ -77,7 +77,10 @@ class ChatLine:
 
 
 def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
-    """Return the line of an exchange. Raises Unusable with the reason where it has no chat that init could use."""
+    """Return the line of an exchange.
+
+    Raises Unusable with the reason where it has no chat that init could use.
+    """
     request = _object(exchange.request)
     if request is None:
         raise Unusable("a request that is not a JSON object")
@@ -94,7 +97,8 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
-        # Here, because joining reasoning and content would hide a secret, and the scanner would mask only a part of it.
+        # Here, because joining reasoning and content would hide a secret, and the scanner would
+        # mask only a part of it.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
     conversation = conversation_of(record)
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
@@ -146,7 +150,10 @@ def _object(body: bytes) -> JsonObject | None:
 
 
 def decompressed(body: bytes, coding: str) -> bytes:
-    """Return a body without its Content-Encoding. Raises Unusable for another coding, or more than MAX_ANSWER_BYTES."""
+    """Return a body without its Content-Encoding.
+
+    Raises Unusable for another coding, or more than MAX_ANSWER_BYTES.
+    """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return body
@@ -170,7 +177,10 @@ def decompressed(body: bytes, coding: str) -> bytes:
 
 
 def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
-    """Return message and finish reason of a chat completion. Raises Unusable where there is none."""
+    """Return message and finish reason of a chat completion.
+
+    Raises Unusable where there is none.
+    """
     first = first_choice(_object(body) or {}) or {}
     message = first.get("message")
     reason = first.get("finish_reason")
@@ -216,7 +226,8 @@ class ChatLog(JsonLines):
     """The file of chats: readable by its owner only, and never larger than most_bytes.
 
     stopped: why nothing more is written; "" while lines are written.
-    Raises UsageError where another process writes to the file, EnvironmentFault where it cannot be opened.
+    Raises UsageError where another process writes to the file, EnvironmentFault where it cannot be
+    opened.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -225,7 +236,11 @@ class ChatLog(JsonLines):
         self.stopped = ""
 
     def keep(self, line: bytes) -> bool:
-        """Write one line. Return False, with nothing of the line in the file, where the limit is reached or the disk is full."""
+        """Write one line.
+
+        Return False, with nothing of the line in the file, where the limit is reached or the disk
+        is full.
+        """
         if not self.stopped and self.size_bytes + len(line) + 1 > self.most_bytes:
             self.stopped = f"{self.path} has reached {self.most_bytes / 1e6:,.0f} MB (--max-mb)"
         if self.stopped:
@@ -260,7 +275,8 @@ class Recorded(msgspec.Struct, kw_only=True):
 
 # ---- what the proxy passes on: copies of bodies within a limit of memory, and headers
 
-# Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
+# Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's
+# connection.
 HOP_BY_HOP = {
     "connection",
     "keep-alive",

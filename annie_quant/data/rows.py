@@ -4,18 +4,20 @@ check_apart          no user text of one set is in another: train, calibration a
 check_prompt_hash    the rows have the system prompt that is served now
 faults, validate     the rules for a row and for a set (requirements R1 and R2)
 
-A row is a JSON object. `annie-quant data`, `data --check`, `init`, `quantize` and `search` use the same rules:
+A row is a JSON object. `annie-quant data`, `data --check`, `init`, `quantize` and `search` use the
+same rules:
 
     messages    list of {"role": "system" | "user" | "assistant" | "tool", "content": text}; required; the last is the
-                assistant's. An assistant message may have tool_calls: [{"function": {"name", "arguments"}}] and then no
-                content. Arguments are an object, or the same as a JSON string, and fit the tool's JSON schema.
+                assistant's. An assistant message may have tool_calls: [{"function": {"name",
+                "arguments"}}] and then no content. Arguments are an object, or the same as a JSON
+                string, and fit the tool's JSON schema.
     tools       the OpenAI function tools that are offered in this row; without it, the persona's.
     category    optional; one of the persona's categories, which fixes the number of user turns and the tool to be called.
     thinking    optional: whether the answer was written with thinking on. default: false
     id          optional. Other fields are ignored.
 
-At least four fifths of a teacher's set are valid, and enough of them call a tool. No two rows of a category have nearly the same
-user text.
+At least four fifths of a teacher's set are valid, and enough of them call a tool. No two rows of a
+category have nearly the same user text.
 """
 
 from __future__ import annotations
@@ -87,13 +89,14 @@ def text_of(content: object) -> str:
 class DuplicateFinder:
     """Named texts; `find` returns the name of the first one that a new text nearly repeats.
 
-    Two texts are duplicates if the Jaccard index of their features (words and pairs of neighbouring words, without case,
-    punctuation and contractions) is at least THRESHOLD. With 0.85, "the capital of India" and "the capital of Peru" are two
-    questions, and a long text with one additional word is the same text.
+    Two texts are duplicates if the Jaccard index of their features (words and pairs of neighbouring
+    words, without case, punctuation and contractions) is at least THRESHOLD. With 0.85, "the
+    capital of India" and "the capital of Peru" are two questions, and a long text with one
+    additional word is the same text.
 
-    The search is exact and indexed (prefix filtering, Chaudhuri, Ganti and Kaushik, ICDE 2006): two sets of sizes a <= b with a
-    Jaccard index of at least t share at least t * b features, so the first b - ceil(t * b) + 1 features of both sets, in one
-    fixed order, have one in common.
+    The search is exact and indexed (prefix filtering, Chaudhuri, Ganti and Kaushik, ICDE 2006): two
+    sets of sizes a <= b with a Jaccard index of at least t share at least t * b features, so the
+    first b - ceil(t * b) + 1 features of both sets, in one fixed order, have one in common.
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
@@ -130,7 +133,8 @@ class DuplicateFinder:
 
 def _prefix(text_features: frozenset[TextFeature]) -> list[TextFeature]:
     """Return the features of which every duplicate of the set has at least one: pairs before words, because they are rarer."""
-    # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
+    # A larger duplicate's own prefix is longer, and shares its first common feature with this set's
+    # prefix as well.
     n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
     return sorted(text_features, key=_order)[:n]
 
@@ -185,9 +189,12 @@ class _Row(msgspec.Struct):
 
 
 def read_rows(rows: Rows) -> list[JsonObject]:
-    """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line.
+    """Return copies of the rows, or the rows of a file.
 
-    A file that has not changed is read once; its rows are shared by all callers, and none of them changes a row.
+    Raises UsageError that names the file and the line.
+
+    A file that has not changed is read once; its rows are shared by all callers, and none of them
+    changes a row.
     """
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
@@ -258,9 +265,12 @@ def dataset_rows(path: Path) -> list[JsonObject]:
 
 
 def read_conversations(conversations: Rows, limit: int | None = None) -> list[JsonObject]:
-    """Return the rows of a file, or rows, at most `limit` of them. Raises UsageError for a file without rows.
+    """Return the rows of a file, or rows, at most `limit` of them.
 
-    They are taken evenly over the file, which is sorted by category: the first 100 rows would all be greetings.
+    Raises UsageError for a file without rows.
+
+    They are taken evenly over the file, which is sorted by category: the first 100 rows would all
+    be greetings.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} conversations are too few", "choose 1 or more")
@@ -313,10 +323,11 @@ def check_prompt_hash(
 ) -> str | None:
     """Check, before quantizing or evaluating, that conversations have the system prompt that is served now.
 
-    That prompt is that of `persona`, else that of the persona named in the rows' provenance. Rows without provenance are compared
-    only with a given persona.
+    That prompt is that of `persona`, else that of the persona named in the rows' provenance. Rows
+    without provenance are compared only with a given persona.
 
-    Returns None where all agree, else a description of the mismatch if `allow` is set. Raises UsageError otherwise.
+    Returns None where all agree, else a description of the mismatch if `allow` is set. Raises
+    UsageError otherwise.
     """
     stale: list[str] = []
     checked = 0
@@ -358,7 +369,8 @@ def check_prompt_hash(
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
-# In characters. A spoken answer is short; a whole conversation stays below 2,048 tokens at 4 characters per token.
+# In characters. A spoken answer is short; a whole conversation stays below 2,048 tokens at 4
+# characters per token.
 MAX_USER = 1000
 MAX_ANSWER = 800
 MAX_TOTAL = 8000
@@ -426,7 +438,8 @@ def teacher_of(row: Row) -> str | None:
 def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
     """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
 
-    tools: on offer where the row names none. None: not known; calls of rows without tools are then not checked.
+    tools: on offer where the row names none. None: not known; calls of rows without tools are then
+        not checked.
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -1,7 +1,7 @@
 """Values that fit a JSON schema, drawn with a seed: the arguments of a tool call.
 
-Enums, constants, examples, numbers with limits, text by pattern, format and the property's name, arrays, nested objects, optional
-properties, unions and local references ($defs) are drawn.
+Enums, constants, examples, numbers with limits, text by pattern, format and the property's name,
+arrays, nested objects, optional properties, unions and local references ($defs) are drawn.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class NoValue(Exception):
 def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject:
     """Return arguments that fit a tool's parameters.
 
-    Raises NoValue where none of MAX_ATTEMPTS fits, for example because the schema refers to another document, which is never
-    fetched.
+    Raises NoValue where none of MAX_ATTEMPTS fits, for example because the schema refers to another
+    document, which is never fetched.
     """
     drawer = _Drawer(schema, rng, split)
     reason = None

@@ -1,7 +1,8 @@
 """Exchanges for any persona with tools: a request that names the call's arguments, the call, its result and an answer from it.
 
-The phrasings of a built-in persona are in assets/offline_teacher/personas; those of any other persona are made from each tool's
-description and JSON schema. As in exchanges.py, every template and every free word belongs to one split.
+The phrasings of a built-in persona are in assets/offline_teacher/personas; those of any other
+persona are made from each tool's description and JSON schema. As in exchanges.py, every template
+and every free word belongs to one split.
 
 Arguments are drawn from the JSON schema (data/schema_values.py).
 """

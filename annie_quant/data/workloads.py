@@ -4,10 +4,12 @@ resolve()                                   Annie's workloads
 resolve(persona="home")                     a built-in persona and its workloads
 resolve(persona="mine/")                    a folder from `annie-quant init`: persona.json and workloads/
 resolve(persona="mine.json")                the workloads/ next to the file; without one, prompts made from its tools
-resolve(workloads="factual,mine/workloads") names, JSON files and folders, with the persona that each names, or none
+resolve(workloads="factual,mine/workloads") names, JSON files and folders, with the persona that
+each names, or none
 resolve(persona, workloads)                 these workloads with this persona's system prompt and tools
 
-A persona without stored workloads gets these, made from its tools by the offline teacher's templates of the split "gate":
+A persona without stored workloads gets these, made from its tools by the offline teacher's
+templates of the split "gate":
 
 tool_calls      one request per case; the label is the call
 parallel_calls  two calls in one answer
@@ -15,7 +17,8 @@ tool_results    a conversation: request, recorded results of the tool, then the 
 no_tool         greetings, facts and requests that no tool can fulfil, with all tools on offer
 talk            conversations of five turns
 
-A ladder has the same requests at graded levels of one difficulty; bench/cliffs.py finds the level at which a server breaks.
+A ladder has the same requests at graded levels of one difficulty; bench/cliffs.py finds the level
+at which a server breaks.
 """
 
 from __future__ import annotations
@@ -76,9 +79,11 @@ def resolve(
     """Return the workloads of a persona, or the named ones.
 
     persona: a name, a JSON file or a folder.
-    workloads: names (also bfcl), JSON files or folders, as a list or comma-separated; Workload objects are used as they are.
+    workloads: names (also bfcl), JSON files or folders, as a list or comma-separated; Workload
+        objects are used as they are.
 
-    Raises UsageError for a name or path that does not exist, and where two workloads have the same name.
+    Raises UsageError for a name or path that does not exist, and where two workloads have the same
+    name.
     """
     who = load_persona(str(persona)) if isinstance(persona, (str, os.PathLike)) else persona
     if workloads is not None:
@@ -137,8 +142,8 @@ def check_checkpoint(
 ) -> str | None:
     """Check that a checkpoint was made with the system prompts of the workloads that it is about to be judged with.
 
-    A checkpoint without a hash (made elsewhere, or without data) is not checked. Returns a sentence where a prompt differs and
-    `allow` is set; raises UsageError otherwise.
+    A checkpoint without a hash (made elsewhere, or without data) is not checked. Returns a sentence
+    where a prompt differs and `allow` is set; raises UsageError otherwise.
     """
     file = checkpoint / RECIPE_FILE
     hashes: Sequence[str] = (read_json(file).get("prompt_sha256") if file.is_file() else None) or ()
@@ -325,9 +330,9 @@ def _named(text: str, persona: Persona) -> str:
 #     ladder("poisoned", n)   four calls before the request, of which the last 0 to 4 are malformed
 #     ladder("steps", n)      chains of twelve calls; the level is the step
 #
-# A level is one workload, ladder_AXIS_LEVEL, with the same cases as the others; a chain is one workload. Tools are those of a
-# persona, and those of the workload agent_loop where it has fewer. The answers decide no verdict: one question at several levels is
-# not several.
+# A level is one workload, ladder_AXIS_LEVEL, with the same cases as the others; a chain is one
+# workload. Tools are those of a persona, and those of the workload agent_loop where it has fewer.
+# The answers decide no verdict: one question at several levels is not several.
 
 CHAIN_STEPS = 12
 HISTORY = 4  # calls before the request, on the axis `poisoned`
@@ -343,7 +348,10 @@ BATTERY = "agent_loop"  # the workload with 52 tools
 
 
 def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> list[Workload]:
-    """Return the workloads of one axis, with n cases each. Raises UsageError for an unknown axis."""
+    """Return the workloads of one axis, with n cases each.
+
+    Raises UsageError for an unknown axis.
+    """
     if axis not in LADDER_LEVELS:
         raise UsageError(f"there is no ladder {axis!r}", f"choose of {', '.join(LADDER_LEVELS)}")
     battery = judge.load_workloads([BATTERY])[0]

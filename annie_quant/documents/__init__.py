@@ -16,9 +16,10 @@
 
 The names of a new document are added here.
 
-Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
-versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
-docs/reference/schemas (tools/make_schemas.py).
+Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything
+written; documents of older versions are upgraded when they are decoded. Names of fields end in
+their unit. JSON Schemas of the public documents are in docs/reference/schemas
+(tools/make_schemas.py).
 """
 
 # ruff: noqa: F401

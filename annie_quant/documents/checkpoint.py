@@ -76,7 +76,8 @@ class AuditSummary(msgspec.Struct):
     size_bytes: of all tensors.
     servers: which load it.
     loads: the same as text.
-    mtp: number of tensors per format of the head for multi-token prediction ("15 BF16"), "missing", or None without a head.
+    mtp: number of tensors per format of the head for multi-token prediction ("15 BF16"), "missing",
+        or None without a head.
     """
 
     dialect: str | None = None
@@ -193,7 +194,8 @@ class CalibrationUse(msgspec.Struct):
     longest: tokens of the longest one.
     limit: most tokens of a conversation.
     prefix: tokens of the prefix that saves the most, which `prefix_conversations` share.
-    in_file: number of conversations in the file, of which --calib-samples takes `of`; 0 where it is not known.
+    in_file: number of conversations in the file, of which --calib-samples takes `of`; 0 where it is
+        not known.
     left_out: why other conversations or answers were not used, with their number.
     """
 
@@ -259,9 +261,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     name: of its GPU.
     read_bytes_s: bytes per second that one token's reads reach, not the data sheet's.
-    layer_s: seconds of a decoder layer in which no memory is read: launches, and waiting between them.
-    attention_s: seconds that an earlier token takes in a layer that sees all of them: fixed, and per element of a head; None: those
-        of its bytes.
+    layer_s: seconds of a decoder layer in which no memory is read: launches, and waiting between
+        them.
+    attention_s: seconds that an earlier token takes in a layer that sees all of them: fixed, and
+        per element of a head; None: those of its bytes.
     step_s: least seconds of a token, which the server's host needs.
     source: where they come from.
     """
@@ -276,7 +279,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictedSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted speed of one stream. read_bytes: per token, without a KV cache.  depth: earlier tokens."""
+    """The predicted speed of one stream.
+
+    read_bytes: per token, without a KV cache.  depth: earlier tokens.
+    """
 
     device: str
     read_bytes: int

@@ -63,8 +63,8 @@ class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
     """KLFigures of all tokens, per category and per token class.
 
     by_layer: present after a sensitivity measurement.
-    decisions: of the tokens that decide about a call, its function, its arguments or the end (offline/prompts.py); None for
-        plain text and in evaluations before 0.3.
+    decisions: of the tokens that decide about a call, its function, its arguments or the end
+        (offline/prompts.py); None for plain text and in evaluations before 0.3.
     """
 
     by_category: dict[str, KLFigures] = {}
@@ -185,10 +185,10 @@ class Member(msgspec.Struct):
     arithmetic: a description.
     gates: over all prompts.
     paired: compared with the reference.
-    outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does
-        not apply to it.
-    n_computed: number of answers computed in this arithmetic, without later turns of changed conversations; the others are
-        certain.
+    outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes,
+        "-" where the gate does not apply to it.
+    n_computed: number of answers computed in this arithmetic, without later turns of changed
+        conversations; the others are certain.
     n_changed: number of answers that differ from those of the requested numerics.
     """
 
@@ -204,8 +204,8 @@ class Member(msgspec.Struct):
 class EnsembleFigures(msgspec.Struct):
     """The uncertainty of the answers under one numerics.
 
-    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that
-        compute every answer, from its median.
+    noise: standard deviation of the change of a margin (best minus second-best logit) between the
+        two arithmetics that compute every answer, from its median.
     n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
     """
 
@@ -245,17 +245,20 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     numerics: one entry per requested numerics.
     members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1", "w4a4+cut16".
-    prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of `outcomes` (in
-        version 0.2.0 only those that the gate applies to in the reference's answer).
+    prompts: by gate, names of the prompts of the workloads that name it, in the order of the
+        characters of `outcomes` (in version 0.2.0 only those that the gate applies to in the
+        reference's answer).
     reference_outcomes: the same characters for the bf16 reference.
-    floor_outcomes: for its answers in a second arithmetic, of the gates that compare with its own answers.
+    floor_outcomes: for its answers in a second arithmetic, of the gates that compare with its own
+        answers.
     ensemble: by numerics.
     reference_drafts: acceptance of the reference's MTP head by workload.
     verdict: judge.decision.judge_evaluation; absent in evaluations of version 0.1.0.
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
     blocking: reasons that forbid the verdict "keeps", such as a broken export.
     evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
-    rule: version of the rule that decided (judge.decision.RULE), 0 in evaluations of version 0.2.0 and older.
+    rule: version of the rule that decided (judge.decision.RULE), 0 in evaluations of version 0.2.0
+        and older.
     """
 
     schema_version: int

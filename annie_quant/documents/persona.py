@@ -1,8 +1,9 @@
 """Personas: the assistant as a JSON file with name, system_prompt and optional tools, rules and examples.
 
-`annie-quant init` writes one from a system prompt and a list of tools. `markdown` states whether answers may have markdown;
-without it, a system prompt or rules that mention markdown forbid it. `categories` is optional:
-[{"name", "tool"?, "turns"?, "about"?}]. Without it a persona has greeting, factual, one category per tool (search_memory: memory,
+`annie-quant init` writes one from a system prompt and a list of tools. `markdown` states whether
+answers may have markdown; without it, a system prompt or rules that mention markdown forbid it.
+`categories` is optional: [{"name", "tool"?, "turns"?, "about"?}]. Without it a persona has
+greeting, factual, one category per tool (search_memory: memory,
 web_search: web, any other tool by its own name) and multi_turn with five turns.
 """
 
@@ -64,7 +65,10 @@ class Persona(msgspec.Struct, frozen=True):
 
     @property
     def prompt_sha256(self) -> str:
-        """SHA-256 of the system prompt. Rows record it: data with an outdated prompt spoils a fine-tune."""
+        """SHA-256 of the system prompt.
+
+        Rows record it: data with an outdated prompt spoils a fine-tune.
+        """
         return sha256_text(self.system_prompt)
 
     @property

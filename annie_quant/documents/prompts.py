@@ -10,7 +10,10 @@ from msgspec import Meta
 
 
 class CalledFunction(TypedDict):
-    """The function of a call. arguments: JSON text in requests and rows, an object in logged conversations and chat templates."""
+    """The function of a call.
+
+    arguments: JSON text in requests and rows, an object in logged conversations and chat templates.
+    """
 
     name: str | None
     arguments: Any
@@ -118,11 +121,12 @@ class Expect(msgspec.Struct, kw_only=True):
 class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt (`messages`) or one conversation (`turns`).
 
-    messages: may hold earlier answers, tool calls and their results, and a system prompt of its own.
-    turns: the user's texts, and {"results": [{"name", "content", "arguments"}]} for what tools return to the calls of the
-        answer before.
-    expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
-        conversation also {"turns": [...]}, one of these per turn.
+    messages: may hold earlier answers, tool calls and their results, and a system prompt of its
+        own.
+    turns: the user's texts, and {"results": [{"name", "content", "arguments"}]} for what tools
+        return to the calls of the answer before.
+    expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool":
+        true} or {}; of a conversation also {"turns": [...]}, one of these per turn.
     tools: tools of its own instead of the workload's; a number N means the workload's first N.
     system: instead of the workload's system prompt.
     max_tokens: instead of the workload's.
@@ -143,9 +147,10 @@ class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """Text before the rest of a prompt, so that the answer is decoded at a certain depth (judge/workloads.py).
 
     tokens: approximate number; usage.prompt_tokens has the true depth.
-    prefix: "miss": each prompt starts with a different text, so that no server can reuse an earlier one; "hit": all prompts
-        start with the same text, and warm-ups have sent it before.
-    words_per_token: of the model's tokenizer for this text; a benchmark measures it first (bench/plan.py).
+    prefix: "miss": each prompt starts with a different text, so that no server can reuse an earlier
+        one; "hit": all prompts start with the same text, and warm-ups have sent it before.
+    words_per_token: of the model's tokenizer for this text; a benchmark measures it first
+        (bench/plan.py).
     """
 
     tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
@@ -156,7 +161,8 @@ class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A workload file.
 
-    persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
+    persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json");
+        None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona.
     default: whether it is used where no workloads are named.
     informative: gates that are reported about these answers and never decide.

@@ -19,7 +19,8 @@ from msgspec import Meta
 from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError
 from annie_quant.core.files import write_text
 
-# Limits of values that another party writes into a document: a server, a model, a file from elsewhere.
+# Limits of values that another party writes into a document: a server, a model, a file from
+# elsewhere.
 ShortText = Annotated[str, Meta(max_length=200)]
 Digest = Annotated[str, Meta(max_length=64)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -27,7 +28,8 @@ Milliseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # so that sums and cha
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
 
-# Of bench.json, run.json, eval/*.json and search.json; incremented when readers of the old layout would misread the new one.
+# Of bench.json, run.json, eval/*.json and search.json; incremented when readers of the old layout
+# would misread the new one.
 SCHEMA_VERSION = 2
 
 T = TypeVar("T")
@@ -50,8 +52,9 @@ def decode(
     kind: a type of this package.
     source: bytes, or the path of a file.
     where: how messages name the source (default: the path).
-    error: the exception class for faults. Its message is one line with the source, the line or the field, what was expected
-        and what was there. A document of a newer package is refused with EnvironmentFault.
+    error: the exception class for faults. Its message is one line with the source, the line or the
+        field, what was expected and what was there. A document of a newer package is refused with
+        EnvironmentFault.
     """
     if not isinstance(source, bytes):
         where = where or str(source)
@@ -233,8 +236,8 @@ _MISFIT = object()
 def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     """Decode a JSON document; invalid fields and entries, and numbers that are not finite, count as missing.
 
-    Returns None where the file does not exist, or where a required field is invalid. Raises ValueError for a file that is not JSON,
-    EnvironmentFault for a document of a newer version.
+    Returns None where the file does not exist, or where a required field is invalid. Raises
+    ValueError for a file that is not JSON, EnvironmentFault for a document of a newer version.
     """
     try:
         text = Path(path).read_bytes()

@@ -19,7 +19,8 @@ class Load(msgspec.Struct, frozen=True):
 
     concurrency: requests in flight (closed loop).
     rate_per_s: mean arrivals per second (open loop).
-    trace_speed: factor on the speed of a trace's arrivals. With this or rate_per_s, concurrency is 0.
+    trace_speed: factor on the speed of a trace's arrivals. With this or rate_per_s, concurrency is
+        0.
     """
 
     concurrency: int = 1
@@ -40,8 +41,8 @@ class Load(msgspec.Struct, frozen=True):
     def label(self) -> str:
         """Return the suffix of a workload's name for this load.
 
-        "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace" (as a trace has them), "@trace-x2" (twice as
-        fast).
+        "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace" (as a trace
+        has them), "@trace-x2" (twice as fast).
         """
         if self.trace_speed is not None:
             return "@trace" if self.trace_speed == 1 else f"@trace-x{self.trace_speed:g}"
@@ -58,7 +59,8 @@ class ToolCall(TypedDict, total=False):
     arguments: Any
 
 
-# Finish reasons of answers that the model ended; with any other ("length", "content_filter", "abort") the answer was cut.
+# Finish reasons of answers that the model ended; with any other ("length", "content_filter",
+# "abort") the answer was cut.
 COMPLETE_REASONS = ("stop", "tool_calls", "function_call", "stop_sequence", "eos_token")
 
 
@@ -155,8 +157,8 @@ class RequestTokens(msgspec.Struct, kw_only=True):
         None  # by a speculative decoder for this request
     )
     accepted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None  # of those
-    # "timings": llama.cpp's, of this request. "metrics": vLLM's counters over the requests that were sent together, split by
-    # their completion tokens.
+    # "timings": llama.cpp's, of this request. "metrics": vLLM's counters over the requests that
+    # were sent together, split by their completion tokens.
     acceptance_source: Literal["timings", "metrics"] | None = None
 
     @property
@@ -176,7 +178,8 @@ class RequestTokens(msgspec.Struct, kw_only=True):
 class RequestTimings(msgspec.Struct, kw_only=True):
     """Times of a request and of its connection.
 
-    Names in _ms are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
+    Names in _ms are milliseconds after the request was handed to its connection
+    (annie_quant.stream.decode defines each).
     """
 
     first_byte_ms: Milliseconds | None = None  # of the body
@@ -260,15 +263,18 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def prompt(self) -> tuple[str, str, int]:
-        """(workload, digest of the case's content, turn): what was asked. Equal for all backends and repeats, whatever the ids."""
+        """(workload, digest of the case's content, turn): what was asked.
+
+        Equal for all backends and repeats, whatever the ids.
+        """
         return self.workload, self.prompt_sha256 or self.case, self.turn
 
     @property
     def itl_token_ms(self) -> list[float]:
         """Return the ITL per token where an event may hold several.
 
-        Each gap is divided by the tokens of its event; where only the whole answer was counted, by their mean. [] where the server
-        counted none.
+        Each gap is divided by the tokens of its event; where only the whole answer was counted, by
+        their mean. [] where the server counted none.
         """
         tokens = self.tokens
         gaps = self.timings.itl_ms

@@ -41,7 +41,8 @@ class Identity(msgspec.Struct, kw_only=True):
     """What a server reports about itself, within the limits of the types.
 
     meta: facts from the caller.
-    format: of the weights, from the caller, or from the model's file where it is on this machine (bench/backend.py).
+    format: of the weights, from the caller, or from the model's file where it is on this machine
+        (bench/backend.py).
     caveats: which facts could not be read, or were cut.
     """
 
@@ -66,7 +67,8 @@ class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
     """Memory of one server at one moment or at its peak; None where the figure cannot be read.
 
     process_rss_bytes: resident memory of the process and its children.
-    system_used_bytes: MemTotal - MemAvailable, which on unified memory (DGX Spark) includes the GPU's share.
+    system_used_bytes: MemTotal - MemAvailable, which on unified memory (DGX Spark) includes the
+        GPU's share.
     gpu_process_bytes: NVML's figure for those processes.
     """
 
@@ -182,7 +184,8 @@ Severity = Literal["confound", "fault", "note"]
 class Confound(msgspec.Struct, kw_only=True):
     """A limit of the conclusions of a benchmark.
 
-    severity: "confound" (the comparison does not show what it seems to), "fault" (of a server), "note".
+    severity: "confound" (the comparison does not show what it seems to), "fault" (of a server),
+        "note".
     """
 
     code: str
@@ -197,7 +200,8 @@ class Roles(msgspec.Struct, kw_only=True, frozen=True):
     candidate: the side that is judged.
     reference: the bf16 side with which all others are compared.
     incumbent: the side that the candidate would replace.
-    assumed: candidate and incumbent follow only from the order of the sides, so each is compared with the other.
+    assumed: candidate and incumbent follow only from the order of the sides, so each is compared
+        with the other.
     """
 
     candidate: str | None = None
@@ -217,7 +221,8 @@ class ServedSide(msgspec.Struct, kw_only=True):
 
     left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
     format: of its weights ("BF16", "NVFP4", "Q4_K_M"), "" where it is unknown.
-    judged_by: the backend that its gates are compared with (paired, pooled); None where there is none.
+    judged_by: the backend that its gates are compared with (paired, pooled); None where there is
+        none.
     """
 
     model: str | None = None
@@ -267,7 +272,8 @@ class Crossover(msgspec.Struct, kw_only=True):
 class LadderPoint(msgspec.Struct, kw_only=True):
     """Right answers at one level of a ladder.
 
-    level: tools on offer, tokens of context, malformed calls before the request, or step of a chain.
+    level: tools on offer, tokens of context, malformed calls before the request, or step of a
+        chain.
     passes: prompts that are right in all repeats (pass^k).
     low, high: their Wilson interval.
     rate: share of all answers that are right (pass^1).

@@ -55,12 +55,14 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     warmup: requests per backend and workload that are not counted.
     runs: measurements per case.
     n: cases per workload (None: all).
-    prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
+    prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the
+        server can).
     roles: those that the user named.
     budget_s: time after which the measurement stops, in seconds.
-    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor
-        (bench/stability.py).
-    sustained: repeat the prompts until budget_s ends; requests that were not sent are then no caveat.
+    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise
+        floor (bench/stability.py).
+    sustained: repeat the prompts until budget_s ends; requests that were not sent are then no
+        caveat.
     stop_early: stop at a planned look when everything is decided (bench/plan.py).
     """
 
@@ -200,7 +202,10 @@ class Stage(msgspec.Struct, kw_only=True):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """run.json: command, machine, settings, results and verdict. It holds the only copy of the run's aggregates."""
+    """run.json: command, machine, settings, results and verdict.
+
+    It holds the only copy of the run's aggregates.
+    """
 
     schema_version: int = SCHEMA_VERSION
     argv: list[str] = []
@@ -214,7 +219,8 @@ class Run(msgspec.Struct, kw_only=True):
 def read_bench(folder: str | os.PathLike[str]) -> Bench:
     """Return bench.json of a run directory, with aggregates and verdict from run.json where they were moved there.
 
-    Raises UsageError where the folder has no finished benchmark, EnvironmentFault for a file that cannot be read.
+    Raises UsageError where the folder has no finished benchmark, EnvironmentFault for a file that
+    cannot be read.
     """
     root = Path(folder)
     if not (root / "bench.json").is_file():

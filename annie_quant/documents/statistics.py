@@ -19,7 +19,8 @@ class PairedCounts(msgspec.Struct):
     """Outcomes of the prompts that both a checkpoint and its reference answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint.
-    p_holm: p adjusted over the gates: by Hommel's method since rule 5, by Hochberg's under rule 4, by Holm's before.
+    p_holm: p adjusted over the gates: by Hommel's method since rule 5, by Hochberg's under rule 4,
+        by Holm's before.
     difference: (won - lost) / n.
     low, high: its 90 % score interval, so each bound has an error of 5 %.
     """
@@ -38,12 +39,14 @@ class PairedCounts(msgspec.Struct):
 class PairedGate(PairedCounts):
     """One gate.
 
-    p: McNemar's mid-p towards a loss, until rule 4 the exact p (of a gate that compares with the reference's own answer: the
-        exact binomial test of a loss above the margin).
+    p: McNemar's mid-p towards a loss, until rule 4 the exact p (of a gate that compares with the
+        reference's own answer: the exact binomial test of a loss above the margin).
     margin: the loss that is accepted.
-    n_to_decide: number of prompts that would decide at the observed rates; None where it is decided, or no number would do.
+    n_to_decide: number of prompts that would decide at the observed rates; None where it is
+        decided, or no number would do.
     detectable: the smallest true loss that n prompts find in 80 % of runs.
-    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
+    passed: answers of the reference that show what the gate checks; None in files of version 0.2
+        and older.
     """
 
     margin: float = 0.05
@@ -59,11 +62,15 @@ class PairedGate(PairedCounts):
 
 
 class PooledGates(PairedCounts, kw_only=True):
-    """All deciding gates together, by answer: an answer is right if it passes each of its gates. The counts are of right answers.
+    """All deciding gates together, by answer: an answer is right if it passes each of its gates.
 
-    p_sum, p_largest, p_fisher: McNemar's exact p of right answers, and sign-flip permutation tests (all gates of an answer
-        flip together) of the largest loss of a gate and of Fisher's combination of the gates.
-    p: the chance of a smallest of the three as small as this under the same sign flips; until rule 4 three times the smallest.
+    The counts are of right answers.
+
+    p_sum, p_largest, p_fisher: McNemar's exact p of right answers, and sign-flip permutation tests
+        (all gates of an answer flip together) of the largest loss of a gate and of Fisher's
+        combination of the gates.
+    p: the chance of a smallest of the three as small as this under the same sign flips; until rule
+        4 three times the smallest.
     """
 
     p_sum: float = 1.0
@@ -91,7 +98,8 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     head: the lines below it: under which server, how sure, what to do next, what was not tested.
     reasons: one line per gate that is lost or undecided.
     coverage: behaviour → answers of the reference that show it (judge/pairing.py).
-    not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
+    not_tested: labelled gates that the reference passes too rarely, with their counts, and
+        behaviours that have too few answers.
     """
 
     verdict: Standing = "undecided"
@@ -108,16 +116,17 @@ class GateResult(msgspec.Struct, kw_only=True):
     """One gate over many answers.
 
     low, high: 95 % Wilson interval of the pass rate.
-    verdict: pass where the gate keeps what the reference has, fail where it loses it (paired); without a reference it is
-        `meets`.
+    verdict: pass where the gate keeps what the reference has, fail where it loses it (paired);
+        without a reference it is `meets`.
     rule: that rule as text.
-    n_to_decide: number of answers that would decide it at the observed rate; None where it is decided, or no number would
-        do.
-    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it
-        never decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute
-        one.
-    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a
-        workload) or "rule" (neither, a property of the text); "" in records of older versions.
+    n_to_decide: number of answers that would decide it at the observed rate; None where it is
+        decided, or no number would do.
+    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and
+        whether it is met; it never decides where there is a reference. A result of version 0.1.0
+        has neither, and its verdict is the absolute one.
+    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the
+        expected answer of a workload) or "rule" (neither, a property of the text); "" in records of
+        older versions.
     """
 
     passes: Count
@@ -232,7 +241,8 @@ class AdjustedResult(PairedResult, kw_only=True):
 class Comparison(AdjustedResult, kw_only=True):
     """Two backends on one metric of one workload ("all": over all workloads).
 
-    noise: the median difference that 95 % of comparisons of two equal servers would stay below (bench/stability.py), from both
+    noise: the median difference that 95 % of comparisons of two equal servers would stay below
+        (bench/stability.py), from both
     sides' A/A measurements; None where nothing was measured twice.
     """
 
@@ -244,8 +254,8 @@ class Comparison(AdjustedResult, kw_only=True):
 class NoiseFloor(msgspec.Struct, kw_only=True):
     """The noise of one backend on one metric of one workload: the difference below which 95 % of A/A comparisons stay.
 
-    difference: the median difference of the prompts that were measured more than once (n_repeated), with their repeats
-        assigned to two sides at random.
+    difference: the median difference of the prompts that were measured more than once (n_repeated),
+        with their repeats assigned to two sides at random.
     low, high: its 95 % bootstrap interval.
     """
 
@@ -265,7 +275,8 @@ class Drift(msgspec.Struct, kw_only=True):
     after_s: time of the step, in seconds after the first request.
     shift: relative change of the median, low and high its 95 % interval.
     machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p].
-    throttled_before, throttled_after: share of the requests during which the driver reported a limit (throttle: its name).
+    throttled_before, throttled_after: share of the requests during which the driver reported a
+        limit (throttle: its name).
     """
 
     backend: str

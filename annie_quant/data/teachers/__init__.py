@@ -1,11 +1,11 @@
 """Teachers: one module each, with NAME and open_teacher(options, split), which returns a Teacher.
 
-A failed batch raises BatchFailed (the batch is repeated), RateLimited (it is repeated after a wait) or an AnnieError, which ends
-the run; earlier batches are kept in each case.
+A failed batch raises BatchFailed (the batch is repeated), RateLimited (it is repeated after a wait)
+or an AnnieError, which ends the run; earlier batches are kept in each case.
 
-PromptedTeacher is the base of teachers that are language models. A batch is one prompt and one answer, a JSON object
-{"conversations": [{"turns": [...]}]}. Parsing is lenient (fences, text around the object, JSON lines, a truncated end); the
-rows are validated strictly later.
+PromptedTeacher is the base of teachers that are language models. A batch is one prompt and one
+answer, a JSON object {"conversations": [{"turns": [...]}]}. Parsing is lenient (fences, text around
+the object, JSON lines, a truncated end); the rows are validated strictly later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ AnswerObject = Mapping[str, Any]  # an object in a model's answer, whose fields 
 
 
 def find_teacher(name: str) -> ModuleType:
-    """Import and return the module of the teacher called `name`. Raises UsageError that lists all of them."""
+    """Import and return the module of the teacher called `name`.
+
+    Raises UsageError that lists all of them.
+    """
     available = sorted(m.name for m in pkgutil.iter_modules(__path__))
     module = name.replace("-", "_")
     if module not in available:
@@ -57,7 +60,10 @@ class Options:
 
 @dataclass
 class TeacherBatch:
-    """rows: conversations with messages, tools (where offered) and thinking. cost_usd: None where it is not known."""
+    """rows: conversations with messages, tools (where offered) and thinking.
+
+    cost_usd: None where it is not known.
+    """
 
     rows: list[ChatRow]
     cost_usd: float | None = None
@@ -76,7 +82,10 @@ class Teacher(Protocol):
     def batch(
         self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]
     ) -> TeacherBatch:
-        """Return at most `count` conversations of a category. avoid: user texts that must not be repeated."""
+        """Return at most `count` conversations of a category.
+
+        avoid: user texts that must not be repeated.
+        """
 
 
 class BatchFailed(Exception):

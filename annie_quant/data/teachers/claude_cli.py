@@ -1,7 +1,10 @@
-"""claude-cli: the `claude` program in print mode. The prompt is written to stdin; the command is a list, never a shell line.
+"""claude-cli: the `claude` program in print mode.
 
-The supported flags are read from its --help: a program without the required flags is refused, optional flags are used where
-they exist. It runs in an empty folder, so that no project's notes get into the data.
+The prompt is written to stdin; the command is a list, never a shell line.
+
+The supported flags are read from its --help: a program without the required flags is refused,
+optional flags are used where they exist. It runs in an empty folder, so that no project's notes get
+into the data.
 """
 
 from __future__ import annotations
@@ -139,7 +142,10 @@ def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
 
 
 def run_program(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr. After the timeout the process group is killed and BatchFailed is raised."""
+    """Return exit code, stdout and stderr.
+
+    After the timeout the process group is killed and BatchFailed is raised.
+    """
     with tempfile.TemporaryDirectory(prefix="annie-quant-") as empty:
         process = subprocess.Popen(
             argv,
@@ -166,7 +172,8 @@ def run_program(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str
 def envelope(out: str) -> Envelope | None:
     """Return the result object, or None for output that is not a JSON object.
 
-    With `verbose` in the user's settings it is the last of a list. Fields of another type count as missing.
+    With `verbose` in the user's settings it is the last of a list. Fields of another type count as
+    missing.
     """
     try:
         value = json.loads(out)

@@ -1,7 +1,9 @@
-"""The built-in teacher: templates and seeded choices, without a model or a network. Every row's provenance names it.
+"""The built-in teacher: templates and seeded choices, without a model or a network.
 
-Annie's categories have their own templates (data/exchanges.py). A category of any other persona that has a tool gets requests
-made from the tool's JSON schema (data/tool_exchanges.py).
+Every row's provenance names it.
+
+Annie's categories have their own templates (data/exchanges.py). A category of any other persona
+that has a tool gets requests made from the tool's JSON schema (data/tool_exchanges.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""openai: any endpoint with OpenAI's chat completions, by the C client. The key is read from the environment and never stored.
+"""openai: any endpoint with OpenAI's chat completions, by the C client.
 
-OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none. Without --teacher-model the
-first model in the endpoint's /v1/models is used.
+The key is read from the environment and never stored.
+
+OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none.
+Without --teacher-model the first model in the endpoint's /v1/models is used.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class OpenAi(PromptedTeacher):
         )
 
     def first_model(self) -> str | None:
-        """Return the first model of /v1/models. Raises ServerError where nothing answers at the URL."""
+        """Return the first model of /v1/models.
+
+        Raises ServerError where nothing answers at the URL.
+        """
         from annie_quant.stream.client import fetch, first_model
 
         root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")

@@ -1,10 +1,12 @@
-"""ggml's K-quants on the CPU: the same bytes as llama.cpp's quantizer, and the type that Q4_K_M gives to each tensor.
+"""ggml's K-quants on the CPU.
+
+The same bytes as llama.cpp's quantizer, and the type that Q4_K_M gives to each tensor.
 
     raw = quantize(w, "Q4_K")              # uint8 [..., K/256 * 144], rows of ggml blocks
     w = dequantize(raw, "Q4_K")            # float32 [..., K]
 
-Layouts and rules follow ggml-quants.c and llama-quant.cpp in llama.cpp. The encoders sum in the same order and without
-fused multiply-adds, so that every byte is equal.
+Layouts and rules follow ggml-quants.c and llama-quant.cpp in llama.cpp. The encoders sum in the
+same order and without fused multiply-adds, so that every byte is equal.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.n
 
 
 def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np.ndarray:
-    """Return float32 [..., n * elements] from rows of blocks, uint8 [..., n * size_bytes]. All byte values are valid.
+    """Return float32 [..., n * elements] from rows of blocks, uint8 [..., n * size_bytes].
+
+    All byte values are valid.
 
     out  a float32 array for the result
     """
@@ -108,7 +112,8 @@ def q4_k_m_type(
     shape     [rows, columns]
     tied      the model has no `output.weight`; the token embedding then gets the type of the output
 
-    Valid for dense models with one attn_v or attn_qkv per layer, as all of Qwen3.5: llama.cpp counts those tensors.
+    Valid for dense models with one attn_v or attn_qkv per layer, as all of Qwen3.5: llama.cpp
+    counts those tensors.
     """
     columns = shape[-1]
     if (

@@ -1,14 +1,18 @@
-"""NVFP4 on the CPU, exact to the bit: pack, unpack, scale search, activation fake-quant, GPTQ, GEMV, layouts.
+"""NVFP4 on the CPU, exact to the bit.
 
-The format: E2M1 elements, two per byte with the even column in the low nibble; one E4M3 scale per block of `group`
-columns; one float32 scale per tensor. A weight is `value * float32(block_scale * tensor_scale)`. Sources: OCP
-Microscaling Formats v1.0 for E2M1 and E4M3, ModelOpt's qtensor/nvfp4_tensor.py for the rest.
+Pack, unpack, scale search, activation fake-quant, GPTQ, GEMV, layouts.
+
+The format: E2M1 elements, two per byte with the even column in the low nibble; one E4M3 scale per
+block of `group` columns; one float32 scale per tensor. A weight is `value * float32(block_scale *
+tensor_scale)`. Sources: OCP Microscaling Formats v1.0 for E2M1 and E4M3, ModelOpt's
+qtensor/nvfp4_tensor.py for the rest.
 
     t = pack(w)                      # codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16], tensor_scale
     w = unpack(t, dtype="bfloat16")
 
-Inputs are NumPy arrays of float32, float16 or ml_dtypes.bfloat16, or torch tensors on the CPU (no copy). All leading
-dimensions are free. The work is done by the C module _nvfp4 in several threads with the GIL released.
+Inputs are NumPy arrays of float32, float16 or ml_dtypes.bfloat16, or torch tensors on the CPU (no
+copy). All leading dimensions are free. The work is done by the C module _nvfp4 in several threads
+with the GIL released.
 """
 
 from __future__ import annotations
@@ -145,7 +149,8 @@ def pack(
     tensor_amax   for "modelopt-static" with an explicit tensor_scale
     divisor       for "compressed-tensors", instead of tensor_scale
 
-    ValueError: K is not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is not positive and finite.
+    ValueError: K is not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is
+        not positive and finite.
     """
     x, kind = float_array(w, "w")
     _check_choice(scale, encoding)
@@ -209,8 +214,9 @@ def unpack(
 ) -> np.ndarray:
     """Return the weights [..., K] in bfloat16, float16 or float32.
 
-    Each is the code times the block scale times the tensor scale (compressed-tensors: divided by its divisor). The scales'
-    product and the weight are float32 numbers; the weight is then rounded once to `dtype`.
+    Each is the code times the block scale times the tensor scale (compressed-tensors: divided by
+    its divisor). The scales' product and the weight are float32 numbers; the weight is then rounded
+    once to `dtype`.
 
     nan  "raise": ValueError where the tensor's scale is NaN, or that names the first block whose scale is NaN (old
          exporters wrote such blocks);
@@ -250,10 +256,12 @@ def amax(w: object) -> np.float32:
 
 
 def tensor_scale(amax: float, encoding: Encoding = "modelopt", scale: Scale = "amax") -> np.float32:
-    """Return the multiplier of a tensor with this amax: amax / (6 * 448), or amax / (6 * 256) for "four_over_six".
+    """Return the multiplier of a tensor with this amax.
 
-    "modelopt-cuda" multiplies by float32(1 / 2688) instead, as torch does on a GPU. An all-zero tensor gets 1, so that
-    no server divides by zero.
+    Amax / (6 * 448), or amax / (6 * 256) for "four_over_six".
+
+    "modelopt-cuda" multiplies by float32(1 / 2688) instead, as torch does on a GPU. An all-zero
+    tensor gets 1, so that no server divides by zero.
     """
     _check_choice(scale, encoding)
     value = np.float32(amax)
@@ -287,16 +295,20 @@ def global_scale(amax: float, dtype: DTypeLike = np.float32) -> np.float32:
 def fake_quant(
     x: object, tensor_scale: float | None = None, group: int = 16, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Round x [..., K] to NVFP4 and back in its own dtype, one dynamic scale per block: ModelOpt's GPU op for activations.
+    """Round x [..., K] to NVFP4 and back in its own dtype, one dynamic scale per block.
 
-    Differences from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and the result has
-    no -0.0. Compared with an H200 the bits are equal, except for elements and block scales within a few last bits of a
-    tie, where the GPU's approximate reciprocal may round to the other side (tests/perf/codec.md, tests/nvfp4/test_peers.py).
+    ModelOpt's GPU op for activations.
+
+    Differences from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes
+    1, and the result has no -0.0. Compared with an H200 the bits are equal, except for elements and
+    block scales within a few last bits of a tie, where the GPU's approximate reciprocal may round
+    to the other side (tests/perf/codec.md, tests/nvfp4/test_peers.py).
 
     tensor_scale  None: amax * float32(1 / 2688), as torch computes it on a GPU; 0, of an all-zero tensor, counts as 1e-12
     out           an array for the result; it may be x itself
 
-    ValueError: K is not a multiple of the group, unknown dtype, a tensor_scale that is negative, NaN or infinite, an `out`
+    ValueError: K is not a multiple of the group, unknown dtype, a tensor_scale that is negative,
+        NaN or infinite, an `out`
     that overlaps x only partly.
     """
     a, kind = float_array(x, "x")
@@ -319,7 +331,9 @@ def gptq(
     group: int = 16,
     importance: ArrayLike | None = None,
 ) -> Tensor:
-    """Quantize a weight column by column; each column's error is corrected in the columns that follow (GPTQ).
+    """Quantize a weight column by column.
+
+    Each column's error is corrected in the columns that follow (GPTQ).
 
     w             float32 [N, K], contiguous; overwritten with the dequantized result
     factor        float32 [K, K], upper Cholesky factor of the inverse of the Hessian (Frantar et al. 2022)
@@ -362,10 +376,12 @@ def gptq(
 
 
 def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
-    """Multiply x [..., K] by the transpose of a packed weight [N, K]. Returns [..., N] in x's dtype, sums in float32.
+    """Multiply x [..., K] by the transpose of a packed weight [N, K].
 
-    Each weight is decoded in registers, so only the packed bytes are read. Meant for up to about four rows of x; for
-    more, `unpack` and a matrix product are faster.
+    Returns [..., N] in x's dtype, sums in float32.
+
+    Each weight is decoded in registers, so only the packed bytes are read. Meant for up to about
+    four rows of x; for more, `unpack` and a matrix product are faster.
     """
     a, kind = float_array(x, "x")
     codes, scales, shape = _parts(t)
@@ -390,7 +406,10 @@ def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
 
 
 def to_ggml(t: Tensor) -> np.ndarray:
-    """Return rows of ggml's NVFP4 blocks (type 40), uint8 [..., K/64 * 36]. GGUF stores tensor_scale as a tensor `.scale`."""
+    """Return rows of ggml's NVFP4 blocks (type 40), uint8 [..., K/64 * 36].
+
+    GGUF stores tensor_scale as a tensor `.scale`.
+    """
     codes, scales, shape = _parts(t)
     if t.group != 16 or shape[-1] % 64:
         raise ValueError(
@@ -414,7 +433,10 @@ def from_ggml(raw: np.ndarray, tensor_scale: float = 1.0) -> Tensor:
 
 
 def swizzle(block_scale: np.ndarray) -> np.ndarray:
-    """Reorder one-byte scales [M, B] into the 128x4 tiles that GPU kernels read: flat, zero-padded to whole tiles."""
+    """Reorder one-byte scales [M, B] into the 128x4 tiles that GPU kernels read.
+
+    Flat, zero-padded to whole tiles.
+    """
     scales = byte_array(block_scale, "block_scale")
     if scales.ndim != 2:
         raise ValueError(f"block_scale: shape {scales.shape}, expected [rows, blocks]")
@@ -435,7 +457,8 @@ def unswizzle(tiles: np.ndarray, rows: int, columns: int) -> np.ndarray:
 def error(w: object, t: Tensor) -> dict[str, float]:
     """Compare a packed tensor with its source. Returns {"rel_l2", "max_abs", "clipped"}.
 
-    rel_l2 is |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements beyond 6 steps.
+    rel_l2 is |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements
+    beyond 6 steps.
     """
     x, _ = float_array(w, "w")
     source = x.astype(np.float32)

@@ -1,6 +1,9 @@
-"""The programs in a checkpoint: its chat template is rendered in another process with limits, its Python code is never run.
+"""The programs in a checkpoint.
 
-transformers is always called with trust_remote_code=False; its refusal becomes one line that names the code (auto_map).
+Its chat template is rendered in another process with limits, its Python code is never run.
+
+transformers is always called with trust_remote_code=False; its refusal becomes one line that names
+the code (auto_map).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 
 WORKER = Path(__file__).with_name("template_worker.py")
-# Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation.
+# Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long
+# conversation.
 MAX_SECONDS = 10.0
 MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters
@@ -37,7 +41,10 @@ class TemplateTokenizer(Protocol):
     def special_tokens_map(self) -> Mapping[str, object]: ...
 
     def get_chat_template(self, chat_template: None, tools: Any, /) -> str:
-        """Return the source of the template for a conversation with these tools. Raises ValueError where there is none."""
+        """Return the source of the template for a conversation with these tools.
+
+        Raises ValueError where there is none.
+        """
 
 
 class ChatTemplate:
@@ -54,7 +61,9 @@ class ChatTemplate:
         generation_prompt: bool = False,
         **variables: object,
     ) -> str:
-        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit.
+        """Return the text of a conversation.
+
+        Raises CheckpointError where the template fails or exceeds a limit.
 
         messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
         """
@@ -73,7 +82,10 @@ class ChatTemplate:
             ) from None
 
     def with_tools(self) -> str:
-        """Return the source of the template that renders tools; "" where there is none or it is refused."""
+        """Return the source of the template that renders tools.
+
+        "" where there is none or it is refused.
+        """
         try:
             return self._source([{"type": "function"}])
         except CheckpointError:
@@ -96,8 +108,8 @@ class ChatTemplate:
 def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
     """Return the message with the arguments of its tool calls as objects, which Qwen3.5's template needs.
 
-    Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call that has its fields
-    directly also gets them as `function`, as other templates read it.
+    Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call
+    that has its fields directly also gets them as `function`, as other templates read it.
     """
     message = dict(message)
     if not message.get("tool_calls"):
@@ -114,13 +126,18 @@ def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
     return {**message, "tool_calls": calls}
 
 
-KEPT = 4  # processes that stay: starting one takes a tenth of a second, and a program uses few templates in turn
+# Processes that stay: starting one takes a tenth of a second, and a program uses few templates in
+# turn
+KEPT = 4
 _workers: dict[tuple[object, ...], _Worker] = {}  # the least recently used first
 _choosing = threading.Lock()
 
 
 def _worker_of(source: str) -> _Worker:
-    """Return the process of a template. A forked child does not use its parent's: two would read one pipe."""
+    """Return the process of a template.
+
+    A forked child does not use its parent's: two would read one pipe.
+    """
     key = (os.getpid(), source, MAX_SECONDS, MAX_MEMORY_BYTES)
     with _choosing:
         worker = _workers.pop(key, None)
@@ -153,7 +170,10 @@ class _Worker:
         return self._process.poll() is None
 
     def render(self, variables: Mapping[str, object]) -> str:
-        """Return the text. Raises ValueError with the end of a sentence that begins with "its chat template"."""
+        """Return the text.
+
+        Raises ValueError with the end of a sentence that begins with "its chat template".
+        """
         with self._lock:
             lines = json.dumps(variables, default=str) + "\n"
             if self._settings:
@@ -175,7 +195,10 @@ class _Worker:
         return str(reply["text"])
 
     def _answer(self, request: bytes) -> bytes:
-        """Write a request and return the line that answers it. The process ends itself at its limits of time and memory."""
+        """Write a request and return the line that answers it.
+
+        The process ends itself at its limits of time and memory.
+        """
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(request)
         self._process.stdin.flush()

@@ -114,7 +114,8 @@ class FormComparison(msgspec.Struct):
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
     """Return label → path.
 
-    A label is the path's name, with as many parent folders as it takes to make all labels different.
+    A label is the path's name, with as many parent folders as it takes to make all labels
+    different.
     """
     forms = [Path(path) for path in paths]
     parts = [Path(os.path.abspath(p)).parts for p in forms]  # noqa: PTH100 - links keep their names

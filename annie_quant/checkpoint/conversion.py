@@ -39,7 +39,8 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     loss: what the target cannot store, one sentence each; empty where the conversion is exact.
     type: of a GGUF file.
     left_out: names of the tensors that a GGUF file leaves out.
-    dequantized: names of the linears that a GGUF file stores as 16-bit numbers, or in Q8_0 instead of FP8.
+    dequantized: names of the linears that a GGUF file stores as 16-bit numbers, or in Q8_0 instead
+        of FP8.
     """
 
     path: str
@@ -82,7 +83,8 @@ def convert(
     output: a folder, or a file for gguf; by default in the parent folder of `src`.
     type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
     shard_bytes: largest size of a shard.
-    force: replace an output that exists. An interrupted conversion to a folder resumes after its last complete
+    force: replace an output that exists. An interrupted conversion to a folder resumes after its
+        last complete
     shard.
     """
     if to not in TARGETS:
@@ -120,7 +122,10 @@ def write_folder(
     to: str,
     out: ConversionOutput,
 ) -> tuple[Path, int]:
-    """Write the planned tensors, the settings and the small files. Return the new folder, and the bytes of its shards."""
+    """Write the planned tensors, the settings and the small files.
+
+    Return the new folder, and the bytes of its shards.
+    """
     target = out.path or folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
     key = {"to": to, "source": writer.source_key(folder), "shard_bytes": out.shard_bytes}
     with writer.staged(target, key, out.force, inputs=(folder.path,)) as part:

@@ -1,8 +1,10 @@
-"""One safetensors file: parse and build its header, and map its tensors. Sizes and offsets are checked before data are read.
+"""One safetensors file: parse and build its header, and map its tensors.
 
-Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the data.
-Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or leave
-holes.
+Sizes and offsets are checked before data are read.
+
+Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of
+JSON, then the data. Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the
+data; entries may not overlap or leave holes.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardError(CheckpointError):
-    """An invalid file of a model folder. `code` is the finding's code in an audit, `tensor` the tensor it concerns."""
+    """An invalid file of a model folder.
+
+    `code` is the finding's code in an audit, `tensor` the tensor it concerns.
+    """
 
     def __init__(
         self, code: str, message: str, hint: str = "download the file again", tensor: str = ""
@@ -113,7 +118,10 @@ def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
 def parse(
     header: bytes, data_start: int, file_size: int, file: str
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the tensors by name, in file order, and the metadata strings. Any invalid input raises ShardError."""
+    """Return the tensors by name, in file order, and the metadata strings.
+
+    Any invalid input raises ShardError.
+    """
     try:
         entries = json.loads(header, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except _Duplicate as error:

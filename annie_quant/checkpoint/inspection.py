@@ -21,17 +21,19 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.documents import Audit, AuditSummary, Finding
 
 NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
-# Where more of the compared tensors differ, the reference is another model; else the export is at fault.
+# Where more of the compared tensors differ, the reference is another model; else the export is at
+# fault.
 LEAST_SHARE = 0.5
-LEAST_PLAIN = 4  # with fewer unquantized linears, their values do not show whether the reference is the source
+# With fewer unquantized linears, their values do not show whether the reference is the source
+LEAST_PLAIN = 4
 SHOWN = 3  # findings that the notes of an evaluation list
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
     """Audit a model folder, and compare it with the bf16 checkpoint it was made from where `source` is given.
 
-    Faults of the files themselves (a missing or truncated shard, an invalid header) are findings, too.
-    Raises ShardError where the folder does not exist.
+    Faults of the files themselves (a missing or truncated shard, an invalid header) are findings,
+    too. Raises ShardError where the folder does not exist.
     """
     try:
         model = dialects.read(ModelFolder(path))
@@ -129,7 +131,8 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
 def changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
     """Return how many of the layers' unquantized linears differ from the source, and how many there are.
 
-    Quantization hides a fine-tune that changes weights by a few percent; these linears are copies of the source's.
+    Quantization hides a fine-tune that changes weights by a few percent; these linears are copies
+    of the source's.
     """
     quantized = {f"{row.name}.weight" for row in result.tensors if row.rel_l2 is not None}
     plain = {

@@ -1,4 +1,7 @@
-"""The quantized linears of a checkpoint: which tensors belong to a linear, and what they mean. A dialect reads them."""
+"""The quantized linears of a checkpoint: which tensors belong to a linear, and what they mean.
+
+A dialect reads them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from annie_quant.documents import salvage_value
 
 Size = Annotated[int, Meta(ge=1)]
 Settings = TypeVar("Settings", bound=msgspec.Struct)
-# Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes its own.
+# Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes
+# its own.
 QUANTIZER = (
     ".weight_scale",
     ".weight_scale_inv",
@@ -32,8 +36,9 @@ QUANTIZER = (
 )
 HEAD = "lm_head"
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
-# Of a multiplier. A weight's is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually
-# does. Activations reach further: some models have outliers of several 10,000.
+# Of a multiplier. A weight's is amax / 2688: above 1 the largest weight would exceed 2688, which no
+# model has; a divisor usually does. Activations reach further: some models have outliers of several
+# 10,000.
 LARGEST_SCALE = {"tensor": 1.0, "input": 100.0}
 COLUMNS_PER_RANK = 32  # vLLM reads wrong block scales where the columns are not a multiple (#48898)
 
@@ -75,7 +80,8 @@ class Linear:
     input_global: the scale of the activations.
     pre_quant: activation scales of NVFP4_AWQ.
     reciprocal: whether the scales of whole tensors are divisors on disk.
-    block: rows and columns of an FP8 weight that share one scale; None for a scale per row or per tensor.
+    block: rows and columns of an FP8 weight that share one scale; None for a scale per row or per
+        tensor.
     """
 
     name: str
@@ -125,7 +131,10 @@ class Linear:
         return shape in (rows, (*rows, 1)) and rows != (1,)
 
     def scale_grid(self, folder: ModelFolder) -> tuple[int, int]:
-        """Return the numbers of blocks in the rows and columns of an FP8 weight; the last ones may be smaller."""
+        """Return the numbers of blocks in the rows and columns of an FP8 weight.
+
+        The last ones may be smaller.
+        """
         rows, columns = self.shape(folder)
         block = self.block or (1, 1)
         return -(-rows // block[0]), -(-columns // block[1])
@@ -156,7 +165,10 @@ class Linear:
         )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
-        """Return the weight by which the activations are multiplied, including a pre_quant_scale: float32 [out, in]."""
+        """Return the weight by which the activations are multiplied, including a pre_quant_scale.
+
+        float32 [out, in].
+        """
         if self.format == "fp8":
             return self._dequantize_fp8(folder)
         try:
@@ -184,7 +196,10 @@ class Linear:
         return weight
 
     def check_fp8_scale(self, folder: ModelFolder) -> None:
-        """Raise ShardError where the shape of an FP8 linear's scales does not fit: a number, one per row, or one per block."""
+        """Raise ShardError where the shape of an FP8 linear's scales does not fit.
+
+        A number, one per row, or one per block.
+        """
         if self.block_scale is None:
             return
         scale = folder.info(self.block_scale)
@@ -207,8 +222,8 @@ class QuantConfig:
     algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, FP8_BLOCK, MIXED_PRECISION; "" where none is named.
     group: columns per block scale.
     excluded: patterns of modules that are not quantized.
-    layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class names, of which the
-        first match counts.
+    layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class
+        names, of which the first match counts.
     kv_cache: format of the KV cache, or None for a cache in 16 bits.
     raw: the settings as they were read.
     """
@@ -224,7 +239,8 @@ class QuantConfig:
     def algo_of(self, module: str) -> str:
         """Return the algorithm that the settings give a linear, "" where those of mixed precision give none.
 
-        NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry covers what is inside it.
+        NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry
+        covers what is inside it.
         """
         if not self.layers:
             return self.algo
@@ -254,7 +270,10 @@ class KvSettings(msgspec.Struct):
 
 
 def kv_format(quant: JsonObject) -> str | None:
-    """Return the KV cache's format that quantization settings ask for: a name, or "FP8" for type float and 8 bits."""
+    """Return the KV cache's format that quantization settings ask for.
+
+    A name, or "FP8" for type float and 8 bits.
+    """
     settings = read_struct(KvSettings, quant)
     return (
         "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
@@ -273,7 +292,10 @@ def existing(folder: ModelFolder, name: str) -> str | None:
 
 
 def read_struct(kind: type[Settings], value: JsonObject) -> Settings:
-    """Return a JSON object as settings whose fields all have defaults; a field of another type counts as absent."""
+    """Return a JSON object as settings whose fields all have defaults.
+
+    A field of another type counts as absent.
+    """
     return salvage_value(kind, value) or kind()
 
 
@@ -291,14 +313,20 @@ def owned_tensors(linears: Iterable[Linear]) -> set[str]:
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is the weight of a Linear, by its name and shape: two dimensions and not an embedding."""
+    """Return whether a tensor is the weight of a Linear, by its name and shape.
+
+    Two dimensions and not an embedding.
+    """
     return len(shape) == 2 and name.endswith(".weight") and "embed" not in name
 
 
 def excluded_module(folder: ModelFolder, name: str) -> str | None:
-    """Return the module that settings list as excluded for an unquantized tensor, or None for one that needs no entry.
+    """Return the module that settings list as excluded for an unquantized tensor, or None.
 
-    It is the Linear, or for merged experts all of a layer's ("model.layers.3.mlp.experts"), as servers call them.
+    None for one that needs no entry.
+
+    It is the Linear, or for merged experts all of a layer's ("model.layers.3.mlp.experts"), as
+    servers call them.
     """
     experts = folder.family.experts
     merged = experts.merged_part(name) if experts else None
@@ -313,7 +341,10 @@ def plain_linears(folder: ModelFolder) -> list[str]:
 
 
 def weight_name(folder: ModelFolder, module: str) -> str:
-    """Return the tensor with a linear's weight: for the head of a model that ties it, the embedding."""
+    """Return the tensor with a linear's weight.
+
+    For the head of a model that ties it, the embedding.
+    """
     name = f"{module}.weight"
     if module != HEAD or name in folder:
         return name
@@ -339,7 +370,10 @@ def all_linears(folder: ModelFolder) -> list[str]:
 
 
 def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
-    """Return the first pattern that covers a module: an exact name, an fnmatch pattern, or "re:" and an expression."""
+    """Return the first pattern that covers a module.
+
+    An exact name, an fnmatch pattern, or "re:" and an expression.
+    """
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:

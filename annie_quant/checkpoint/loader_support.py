@@ -1,7 +1,10 @@
-"""Which servers load a checkpoint, from which version on, and why others do not. Rules and sources are of November 2026.
+"""Which servers load a checkpoint, from which version on, and why others do not.
 
-Versions are those of assets/server_versions.json. The table has what was read in the servers' sources at its date, or what a pull
-request states. A feature without a row was not read; since: null says that no version that was read has it.
+Rules and sources are of November 2026.
+
+Versions are those of assets/server_versions.json. The table has what was read in the servers'
+sources at its date, or what a pull request states. A feature without a row was not read; since:
+null says that no version that was read has it.
 """
 
 from __future__ import annotations
@@ -76,14 +79,18 @@ def vllm(model: QuantizedFolder) -> Rule:
 
 
 def nvfp4_columns(model: QuantizedFolder) -> dict[str, int]:
-    """Return NVFP4 linear → columns; 0 for a weight without dimensions, which is a finding (weight_shape)."""
+    """Return NVFP4 linear → columns.
+
+    0 for a weight without dimensions, which is a finding (weight_shape).
+    """
     return {x.name: 2 * (model.folder.info(x.weight).shape or (0,))[-1] for x in model.nvfp4}
 
 
 def tensor_parallel_ranks(model: QuantizedFolder) -> int:
     """Return the largest number of ranks (1, 2, 4 or 8) over which the columns of every NVFP4 linear can be divided.
 
-    Only row-parallel linears are divided by columns; each rank's columns must be a multiple of COLUMNS_PER_RANK.
+    Only row-parallel linears are divided by columns; each rank's columns must be a multiple of
+    COLUMNS_PER_RANK.
     """
     row_parallel = model.folder.family.row_parallel
     columns = [c for name, c in nvfp4_columns(model).items() if name.endswith(row_parallel)]
@@ -96,8 +103,9 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
 def fits_modelopt_option(method: str, algorithm: str) -> bool:
     """Return whether a --quantization option of ModelOpt's plain NVFP4 (modelopt, modelopt_fp4) names a checkpoint's format.
 
-    A checkpoint of another format is served without the option: servers read the format from config.json
-    (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+    A checkpoint of another format is served without the option: servers read the format from
+    config.json (docs.sglang.io/advanced_features/quantization.html: no --quantization for a
+    quantized model).
 
     method, algorithm: of the checkpoint's settings.
     """
@@ -248,20 +256,18 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
     """Return from which version on each server loads a folder, as far as the table knows."""
     result = []
     for server, known in table().items():
-        features = (
-            needed(model) if server not in CONVERTED else ["GGUF NVFP4"] if model.linears else []
-        )
-        rows = {name: known.features.get(name) for name in features}
-        unknown = [name for name, row in rows.items() if row is None]
-        found = {name: row for name, row in rows.items() if row is not None}
-        never = next(((n, r) for n, r in found.items() if r.since is None), None)
+        features = needed(model)
+        if server in CONVERTED:
+            features = ["GGUF NVFP4"] if model.linears else []
+        rows = [(name, known.features[name]) for name in features if name in known.features]
+        unknown = [name for name in features if name not in known.features]
+        never = [row for row in rows if row[1].since is None]
         since: str | None = ""
         reason = f"{', '.join(unknown) or 'a 16-bit model'} was not read"
-        if never or (found and not unknown):
-            name, row = never or max(
-                found.items(), key=lambda item: version_key(item[1].since or "")
-            )
-            since = row.since
-            reason = f"{name}: {row.source}"
+        if never or (rows and not unknown):
+            newest = max(rows, key=lambda row: version_key(row[1].since or ""))
+            name, feature = never[0] if never else newest
+            since = feature.since
+            reason = f"{name}: {feature.source}"
         result.append(LoadingVersions(server, since, reason, known.read))
     return result

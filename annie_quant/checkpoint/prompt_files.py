@@ -1,7 +1,8 @@
 """Compare the files that make prompts and end answers with the source's, for an audit.
 
-These are tokenizer.json, the chat template and generation_config.json. Weights show no fault in them: with exchanged ids in the
-vocabulary, a template without tools or another end token, a server answers other prompts than the source.
+These are tokenizer.json, the chat template and generation_config.json. Weights show no fault in
+them: with exchanged ids in the vocabulary, a template without tools or another end token, a server
+answers other prompts than the source.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding, ModelFiles
 
 MAX_TEMPLATE_BYTES = 4_000_000
-# Settings of generation_config.json by which servers sample, with transformers' value where the file has none.
+# Settings of generation_config.json by which servers sample, with transformers' value where the
+# file has none.
 SAMPLING: JsonObject = {
     "do_sample": False,
     "temperature": 1.0,
@@ -68,7 +70,9 @@ CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonOb
 
 
 def differences(folder: Path, source: Path) -> list[Finding]:
-    """Return how the files that make prompts differ in content from the source's; nothing where the folder has no tokenizer.
+    """Return how the files that make prompts differ in content from the source's.
+
+    Nothing where the folder has no tokenizer.
 
     A folder without a tokenizer is served with another folder's files; a server refuses it alone.
     """
@@ -160,18 +164,16 @@ def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
 def merges(tokenizer: JsonObject) -> dict[str, tuple[str, ...]]:
     """Return the merges by their number; older files have "a b" instead of a pair."""
     rows = (tokenizer.get("model") or {}).get("merges") or ()
-    return {
-        str(i): tuple(row.split(" ") if isinstance(row, str) else row)
-        for i, row in enumerate(rows, 1)
-    }
+    pairs = [row.split(" ") if isinstance(row, str) else row for row in rows]
+    return {str(number): tuple(pair) for number, pair in enumerate(pairs, 1)}
 
 
-def added_tokens(tokenizer: JsonObject) -> dict[str, list[str]]:
+def added_tokens(tokenizer: JsonObject) -> dict[str, set[str]]:
     """Return added token → the flags that it has."""
-    return {
-        t["content"]: [flag for flag in FLAGS if t.get(flag)]
-        for t in tokenizer.get("added_tokens") or ()
-    }
+    flags = {}
+    for token in tokenizer.get("added_tokens") or ():
+        flags[token["content"]] = {flag for flag in FLAGS if token.get(flag)}
+    return flags
 
 
 def _difference(what: str, own: Mapping[str, object], expected: Mapping[str, object]) -> str:
@@ -194,7 +196,10 @@ def _stated(value: object) -> object:
 
 
 def templates(folder: Path) -> dict[str, str]:
-    """Return name → source of a folder's chat templates, as transformers reads them: files first; "default" is the usual one."""
+    """Return name → source of a folder's chat templates, as transformers reads them: files first.
+
+    "default" is the usual one.
+    """
     path = folder / shards.TEMPLATE
     if path.is_file():
         if shards.inside(folder, path).stat().st_size > MAX_TEMPLATE_BYTES:
@@ -213,22 +218,19 @@ def templates(folder: Path) -> dict[str, str]:
 
 
 class _Tokenizer:
-    """The part of a tokenizer that ChatTemplate needs: the sources of its templates, and the special tokens they may name."""
+    """The part of a tokenizer that ChatTemplate needs.
+
+    The sources of its templates, and the special tokens they may name.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.sources = templates(folder)
         settings = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
-        tokens = {
-            name: settings.get(name)
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        texts = {
-            name: token.get("content") if isinstance(token, dict) else token
-            for name, token in tokens.items()
-        }
-        self.special_tokens_map = {
-            name: text for name, text in texts.items() if isinstance(text, str)
-        }
+        self.special_tokens_map = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            text = token_text(settings, name)
+            if isinstance(text, str):
+                self.special_tokens_map[name] = text
 
     def get_chat_template(self, name: None, tools: object) -> str:
         source = self.sources.get("tool_use") if tools else None
@@ -289,21 +291,33 @@ def _generation(folder: Path, source: Path) -> Iterator[Finding]:
 
 
 def _settings(folder: Path) -> JsonObject:
-    """Return the ids that begin and end answers (of generation_config.json, else config.json), their texts, and the sampling."""
+    """Return what begins and ends answers, as ids and texts, and the sampling.
+
+    The ids are those of generation_config.json, else of config.json.
+    """
     inner = shards.text_settings(shards.read_object(folder / "config.json") or {})
     generation = shards.read_object(folder / shards.GENERATION) or {}
     tokenizer = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
     values: JsonObject = {}
     for name in ("eos_token_id", "bos_token_id"):
-        ids = generation.get(name) if generation.get(name) is not None else inner.get(name)
-        values[name] = sorted(ids) if isinstance(ids, list) else [] if ids is None else [ids]
+        ids = generation.get(name)
+        if ids is None:
+            ids = inner.get(name)
+        if ids is None:
+            ids = []
+        values[name] = sorted(ids) if isinstance(ids, list) else [ids]
     for name in ("eos_token", "bos_token"):
-        token = tokenizer.get(name)
-        values[name] = token.get("content") if isinstance(token, dict) else token
+        values[name] = token_text(tokenizer, name)
     for name, usual in SAMPLING.items():
         value = generation.get(name)
         values[name] = usual if value is None else value
     return values
+
+
+def token_text(settings: JsonObject, name: str) -> object:
+    """Return the text of a special token in tokenizer_config.json."""
+    token = settings.get(name)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _text(value: object) -> str:

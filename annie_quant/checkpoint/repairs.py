@@ -1,8 +1,9 @@
-"""Repair a copy of a checkpoint in ModelOpt's layout: exactly where possible, else by quantizing again from the source.
+"""Repair a copy of a checkpoint in ModelOpt's layout: exactly where possible, else from the source.
 
-Sound tensors keep their bytes, also those of a sound fold (AWQ). A linear is packed again from the source where its own tensors
-are faulty, where its error shows that it does not come from the source, or where its layer was folded and the fold or one of its
-linears is faulty; the norms of such a layer also become the source's, so that the model computes the same. Settings are always
+Sound tensors keep their bytes, also those of a sound fold (AWQ). A linear is packed again from the
+source where its own tensors are faulty, where its error shows that it does not come from the
+source, or where its layer was folded and the fold or one of its linears is faulty; the norms of
+such a layer also become the source's, so that the model computes the same. Settings are always
 written from the tensors on disk.
 """
 
@@ -52,7 +53,8 @@ from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
-# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
+# Prefixes of the findings' codes about settings, names and input scales, which are repaired without
+# the source.
 WITHOUT_SOURCE = (
     "config_",
     "excluded",
@@ -104,7 +106,8 @@ class Diagnosis:
     faulty: those that are packed again from the source.
     patched: those of which only the bad blocks are packed again.
     restored: those of the MTP head in NVFP4, which become the source's 16-bit weights again.
-    folded: layers with moved scales that do not cancel, or with a linear that is packed again; they get the source's norms.
+    folded: layers with moved scales that do not cancel, or with a linear that is packed again; they
+        get the source's norms.
     group: columns per block scale of the repaired copy.
     """
 
@@ -117,7 +120,10 @@ class Diagnosis:
 
 
 def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
-    """Return the linears to change, by the findings of an audit. Raises UsageError where the source is needed and not given."""
+    """Return the linears to change, by the findings of an audit.
+
+    Raises UsageError where the source is needed and not given.
+    """
     quantized = model.linears
     family = model.folder.family
     faulty, modules = faulty_modules(model, audit)
@@ -127,36 +133,32 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
             message = f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}"
             raise UsageError(message, "give it with --source")
         return Diagnosis(modules, faulty, set(), set(), set(), group)
-    patched = {n for n in faulty if n in quantized and codes_of(audit, n) <= BLOCK_FAULTS}
+    codes = {module: codes_of(audit, module) for module in faulty}
+    patched = {n for n in faulty if n in quantized and codes[n] <= BLOCK_FAULTS}
     faulty -= patched
     # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
     folded = source_checks.plain_differences(model, source).scaled
-    folded |= {
-        models.layer_of(r.name)
-        for r in audit.tensors
-        if r.rel_l2 is not None
-        and r.name not in faulty
-        and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR
-    }
-    folded &= {models.layer_of(m) for m in faulty | patched}
+    for row in audit.tensors:
+        compared = row.rel_l2 is not None and row.name not in faulty
+        if compared and not row.rel_l2 < source_checks.SUSPICIOUS_ERROR:
+            folded.add(models.layer_of(row.name))
+    folded &= set(map(models.layer_of, faulty | patched))
+    fold_faults = {f.tensor for f in audit.findings if f.code.startswith("fold_")}
     # A linear that is faulty itself explains that its scales do not cancel.
-    explained = {
-        models.layer_of(m)
-        for m in faulty
-        if not all(c.startswith("fold_") for c in codes_of(audit, m))
-    }
-    folded |= {
-        models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")
-    } - explained
+    explained = {n for n in faulty if not all(code.startswith("fold_") for code in codes[n])}
+    folded |= set(map(models.layer_of, fold_faults)) - set(map(models.layer_of, explained))
     folded |= {models.layer_of(x.name) for x in quantized.values() if x.pre_quant}
     faulty |= {m for m in modules if models.layer_of(m) in folded}
     patched -= faulty
     for fused in family.fused_groups(modules):  # they share a tensor scale
         if faulty & set(fused):
             faulty |= set(fused)
-    plain = {n.removesuffix(".weight") for n in source if n.endswith(".weight")}
-    head = {m for m in modules & plain if family.in_mtp(m)}
-    restored = {m for m in head if m not in quantized or quantized[m].format != "fp8"}
+    restored = set()
+    for module in modules:
+        linear = quantized.get(module)
+        is_fp8 = linear is not None and linear.format == "fp8"
+        if family.in_mtp(module) and not is_fp8 and f"{module}.weight" in source:
+            restored.add(module)
     return Diagnosis(
         modules - restored, faulty - restored, patched - restored, restored, folded, group
     )
@@ -168,38 +170,37 @@ def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[
     The latter have all or some of a linear's tensors on disk, or are fused with such a module.
     """
     folder = model.folder
-    scales = {
-        n.rpartition(".")[0] for n in folder if n.endswith((".weight_scale", ".weight_scale_2"))
-    }
-    codes = {
-        n.removesuffix(".weight")
-        for n in folder
-        if n.endswith(".weight") and folder.info(n).dtype == "U8"
-    }
-    modules = set(model.linears) | scales | codes
-    faulty = set[str]()
+    modules = set(model.linears)
+    for name in folder:
+        module, _, end = name.rpartition(".")
+        is_scale = end in ("weight_scale", "weight_scale_2")
+        if is_scale or (end == "weight" and folder.info(name).dtype == "U8"):
+            modules.add(module)
     groups = folder.family.fused_groups(modules | set(plain_linears(folder)))
+    faulty: set[str] = set()
     for finding in audit.findings:
         if finding.code.startswith(UNRELATED):
             continue
-        names = [n for n in modules if finding.tensor == n or finding.tensor.startswith(n + ".")]
+        names = [module for module in modules if is_about(finding, module)]
         if finding.code.startswith("fused_"):
-            names = next((g for g in groups if finding.tensor in g), names)
-            modules |= set(names)
-        faulty |= set(names)
+            names = next((group for group in groups if finding.tensor in group), names)
+            modules.update(names)
+        faulty.update(names)
     return faulty, modules
+
+
+def is_about(finding: Finding, module: str) -> bool:
+    """Return whether a finding is about a module or one of its tensors."""
+    return f"{finding.tensor}.".startswith(f"{module}.")
 
 
 def codes_of(audit: Audit, module: str) -> set[str]:
     """Return the codes of the findings about a module; {"unknown"} where there are none."""
-    about = {
-        f.code for f in audit.findings if f.tensor == module or f.tensor.startswith(f"{module}.")
-    }
-    return about or {"unknown"}
+    return {f.code for f in audit.findings if is_about(f, module)} or {"unknown"}
 
 
 def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
-    """Return the columns per block scale: those of the sound linears, else those of the settings, else 16."""
+    """Return the columns per block scale: of the sound linears, else of the settings, else 16."""
     folder = model.folder
     sizes = {x.group(folder) for x in model.nvfp4 if x.name not in faulty}
     if len(sizes) > 1:
@@ -232,45 +233,44 @@ class _RepairPlanner:
         return self.optional_source
 
     def plan(self) -> RepairPlan:
-        modules = self.diagnosis.modules
+        folder = self.folder
         source = self.optional_source
+        diagnosis = self.diagnosis
+        name_in_copy = self.naming.name
         scales = self.tensor_scales()
         inputs = self.input_scales()
-        tensors = [
-            t for m in sorted(modules) for t in self.linear_tensors(m, scales.get(m), inputs.get(m))
-        ]
-        quantizer = {
-            m + suffix
-            for m in modules | self.diagnosis.restored
-            for suffix in (".weight", *QUANTIZER)
-        }
-        kv_names = scales_to_keep(self.folder, self.model.config)
-        plain = [
-            n
-            for n in self.folder
-            if n not in quantizer and (not n.endswith(KV_ENDS) or n in kv_names)
-        ]
-        tensors += [self.plain_tensor(n) for n in plain]
-        lost = self.lost_tensors()
-        tensors += [copied(source, n) for n in lost] if source else []
-        excluded = {m for n in plain if (m := excluded_module(self.folder, n))}
-        excluded |= {m for n in lost if (m := excluded_module(self.source, n))}
+        tensors = []
+        for module in sorted(diagnosis.modules):
+            tensors += self.linear_tensors(module, scales.get(module), inputs.get(module))
+        kv_names = scales_to_keep(folder, self.model.config)
+        excluded = set()
+        for name in folder:
+            module, _, end = name.rpartition(".")
+            is_linear = module in diagnosis.modules or module in diagnosis.restored
+            if is_linear and f".{end}" in (".weight", *QUANTIZER):
+                continue
+            if not name.endswith(KV_ENDS) or name in kv_names:
+                tensors.append(self.plain_tensor(name))
+                excluded.add(excluded_module(folder, name))
+        for name in self.lost_tensors():
+            tensors.append(copied(self.source, name))
+            excluded.add(excluded_module(self.source, name))
         four_bit = NVFP4 if inputs else W4A16
         settings = modelopt.settings(
-            {self.naming.name(m): self.fp8_format(m) or four_bit for m in modules},
-            sorted({self.naming.name(m) for m in excluded}),
-            self.diagnosis.group,
+            {name_in_copy(m): self.fp8_format(m) or four_bit for m in diagnosis.modules},
+            sorted({name_in_copy(m) for m in excluded if m}),
+            diagnosis.group,
             self.model.config.kv_cache,
         )
-        if self.folder.config.get("quantization_config") != settings.quantization_config:
+        inline = {"quantization_config": settings.quantization_config}
+        if folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config
         if source is not None:
             config, actions = with_lost_settings(source, config, self.naming.multimodal)
             self.actions.extend(actions)
-        files = settings.files | self.naming.files
-        files["config.json"] = config | {"quantization_config": settings.quantization_config}
-        tensors = [replace(t, name=self.naming.name(t.name)) for t in tensors]
+        files = settings.files | self.naming.files | {"config.json": config | inline}
+        tensors = [replace(tensor, name=name_in_copy(tensor.name)) for tensor in tensors]
         return RepairPlan(tensors, files, self.actions + self.naming.actions)
 
     def original(self, module: str) -> str:
@@ -283,7 +283,7 @@ class _RepairPlanner:
         return name
 
     def fp8_format(self, module: str) -> Format | None:
-        """Return FP8, with a scale per row for a linear that keeps its own; None for one that is not in FP8."""
+        """Return FP8, with a scale per row for a linear that keeps its own; None for other ones."""
         linear = self.model.linears.get(module)
         if linear is None or linear.format != "fp8":
             return None
@@ -294,29 +294,33 @@ class _RepairPlanner:
 
     def tensor_scales(self) -> dict[str, np.float32]:
         """Return the tensor scale of each linear that is packed again, one per fused group."""
-        amax = {
-            m: float(nvfp4.amax(self.source.tensor(self.original(m))))
-            for m in self.diagnosis.faulty
-        }
-        return {
-            m: modelopt.fp8_scale(top)
-            if self.fp8_format(m)
-            else np.float32(nvfp4.tensor_scale(top))
-            for m, top in self.folder.family.largest_of_group(amax).items()
-        }
+        amax = {}
+        for module in self.diagnosis.faulty:
+            amax[module] = float(nvfp4.amax(self.source.tensor(self.original(module))))
+        scales = {}
+        for module, top in self.folder.family.largest_of_group(amax).items():
+            scale_of = modelopt.fp8_scale if self.fp8_format(module) else nvfp4.tensor_scale
+            scales[module] = scale_of(top)
+        return scales
 
     def input_scales(self) -> dict[str, np.float32]:
-        """Return an input scale for every linear, or none at all: where one lacks a scale, only the weights are quantized."""
+        """Return an input scale for every linear, or none at all.
+
+        Where one linear lacks a scale, only the weights are quantized.
+        """
         modules = self.diagnosis.modules
-        scales = {m: scale for m in sorted(modules) if (scale := self.input_scale(m)) is not None}
+        scales = {}
+        for module in sorted(modules):
+            scale = self.input_scale(module)
+            if scale is not None:
+                scales[module] = scale
         for group in self.folder.family.fused_groups(modules):
-            present = [scales[m] for m in group if m in scales]
+            present = [scales[module] for module in group if module in scales]
             if present and (len(present) < len(group) or len(set(present)) > 1):
-                self.actions.append(
-                    f"{group[0]}: input scale of the fused group set to its largest"
-                )
+                action = "input scale of the fused group set to its largest"
+                self.actions.append(f"{group[0]}: {action}")
                 scales |= dict.fromkeys(group, max(present))
-        missing = sorted(modules - set(scales))
+        missing = sorted(modules - scales.keys())
         if scales and missing:
             reason = f"{missing[0]} has none, and only calibration gives one"
             self.actions.append(f"input scales removed, only the weights are quantized: {reason}")
@@ -324,49 +328,57 @@ class _RepairPlanner:
         return scales
 
     def input_scale(self, module: str) -> np.float32 | None:
-        """Return the input scale on disk if it is valid, multiplied by the largest factor by which a fold had reduced it."""
+        """Return the input scale on disk if it is valid, else None.
+
+        It is multiplied by the largest factor by which a fold had reduced it.
+        """
+        folder = self.folder
         name = f"{module}.input_scale"
-        if name not in self.folder or self.folder.info(name).elements != 1:
+        if name not in folder or folder.info(name).elements != 1:
             return None
-        scale = self.folder.scalar(name)
+        scale = folder.scalar(name)
         if any(scale_faults("input", name, float(scale))):
             return None
         linear = self.model.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
             return scale
         if linear.pre_quant:
-            least = np.abs(self.folder.tensor(linear.pre_quant).astype(np.float32)).min()
+            least = np.abs(folder.tensor(linear.pre_quant).astype(np.float32)).min()
             return np.float32(scale / least) if least > 0 else None
-        return np.float32(scale * self.fold_factor(linear))
-
-    def fold_factor(self, linear: Linear) -> float:
-        """Return the largest column factor of a folded linear; 1 where its tensors are too faulty to fit one."""
         try:
-            ours = linear.dequantize(self.folder)
-            theirs = source_checks.float32(self.source, self.original(linear.name))
+            ours = linear.dequantize(folder)
+            theirs = source_checks.float32(self.source, self.original(module))
         except ShardError:
-            return 1.0
+            return scale
         comparable = ours.shape == theirs.shape and np.isfinite(ours).all()
         if not comparable or source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
-            return 1.0
-        return max(1.0, float(folds.fit(ours, theirs)[1].max()))
+            return scale
+        column_factors = folds.fit(ours, theirs)[1]
+        return np.float32(scale * max(1.0, float(column_factors.max())))
 
     # ---- tensors
 
     def lost_tensors(self) -> list[str]:
-        """Return the source's names of the MTP head's and the vision tower's tensors that the copy takes from it."""
+        """Return the source's names of the tensors that the copy takes from it.
+
+        They are the MTP head's and the vision tower's.
+        """
         if self.optional_source is None:
             return []
         lost = missing_tensors(self.folder, self.source)
-        restored = sorted(self.diagnosis.restored)
         self.actions.extend(describe_lost(self.folder, lost))
-        self.actions.extend(f"{module}: taken from the source, in 16 bits" for module in restored)
-        return lost + [f"{module}.weight" for module in restored]
+        for module in sorted(self.diagnosis.restored):
+            self.actions.append(f"{module}: taken from the source, in 16 bits")
+            lost.append(f"{module}.weight")
+        return lost
 
     def linear_tensors(
         self, module: str, scale: np.float32 | None, input_scale: np.float32 | None
     ) -> list[Planned]:
-        """Plan the tensors of one quantized linear: packed again under `scale`, patched, or as they are."""
+        """Plan the tensors of one quantized linear: packed again, patched, or as they are.
+
+        scale: the tensor scale of one that is packed again.
+        """
         diagnosis = self.diagnosis
         if module not in diagnosis.faulty | diagnosis.patched:
             tensors = modelopt.tensors(self.model.linears[module], self.folder)
@@ -374,54 +386,54 @@ class _RepairPlanner:
             return others + modelopt.input_scale_tensors(module, input_scale)
         name = self.original(module)
         rows, columns = self.source.info(name).shape
+        shape = (rows, columns)
         if module in diagnosis.patched:
             linear = self.model.linears[module]
             scale = linear.tensor_scale(self.folder).multiplier
             count = int(self.bad_blocks(linear).sum())
-            self.actions.append(
-                f"{module}: {count} blocks quantized again from the source, the others kept"
-            )
+            action = f"{count} blocks quantized again from the source, the others kept"
             pack = partial(self.pack_bad_blocks, linear, name, scale)
         else:
             assert scale is not None  # tensor_scales() has every faulty linear
-            self.actions.append(f"{module}: quantized again from the source")
-            if self.fp8_format(module):
-                weight = partial(self.source.tensor, name)
-                return modelopt.fp8_tensors(
-                    module, (rows, columns), weight, lambda: scale, input_scale
-                )
+            action = "quantized again from the source"
             pack = partial(self.pack, name, scale)
-        group = diagnosis.group
+        self.actions.append(f"{module}: {action}")
         final_scale = scale
+        if module in diagnosis.faulty and self.fp8_format(module):
+            weight = partial(self.source.tensor, name)
+            return modelopt.fp8_tensors(module, shape, weight, lambda: final_scale, input_scale)
         return modelopt.nvfp4_tensors(
-            module, (rows, columns), pack, lambda: final_scale, group, input_scale=input_scale
+            module, shape, pack, lambda: final_scale, diagnosis.group, input_scale=input_scale
         )
 
     def pack(self, name: str, scale: np.float32) -> Iterator[nvfp4.Tensor]:
         """Yield a source tensor, packed under a tensor scale."""
-        yield nvfp4.pack(
-            self.source.tensor(name), tensor_scale=float(scale), group=self.diagnosis.group
-        )
+        weight = self.source.tensor(name)
+        yield nvfp4.pack(weight, tensor_scale=float(scale), group=self.diagnosis.group)
 
     def pack_bad_blocks(
         self, linear: Linear, name: str, scale: np.float32
     ) -> Iterator[nvfp4.Tensor]:
         """Yield the checkpoint's codes with its bad blocks packed again from the source."""
         bad = self.bad_blocks(linear)
-        block_scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
-        (packed,) = self.pack(name, scale)
         bad_codes = np.repeat(bad, self.diagnosis.group // 2, axis=1)
+        (packed,) = self.pack(name, scale)
         packed.codes = np.where(bad_codes, packed.codes, self.folder.tensor(linear.weight))
-        packed.block_scale = np.where(bad, packed.block_scale.view(np.uint8), block_scale).view(
-            nvfp4.E4M3
-        )
+        block_scale = np.where(bad, packed.block_scale.view(np.uint8), self.scale_bytes(linear))
+        packed.block_scale = block_scale.view(nvfp4.E4M3)
         yield packed
 
     def bad_blocks(self, linear: Linear) -> np.ndarray:
-        """Return which blocks have a scale that is NaN, negative, or zero where the block has values: bool [N, K/group]."""
+        """Return which blocks have a bad scale: bool [N, K/group].
+
+        It is NaN, negative, or zero where the block has values.
+        """
         filled = filled_blocks(self.folder.tensor(linear.weight), self.diagnosis.group)
-        scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
+        scale = self.scale_bytes(linear)
         return (scale >= nvfp4.E4M3_NAN) | ((scale == 0) & filled)
+
+    def scale_bytes(self, linear: Linear) -> np.ndarray:
+        return self.folder.tensor(linear.block_scale or "").view(np.uint8)
 
     def plain_tensor(self, name: str) -> Planned:
         """Plan a tensor that is not quantized: the source's where this one differs and is at fault."""
@@ -433,19 +445,19 @@ class _RepairPlanner:
 
     def is_faulty(self, name: str, original: str) -> bool:
         """Return whether an unquantized tensor is to become the source's `original`."""
-        family = self.folder.family
-        same_shape = self.source.info(original).shape == self.folder.info(name).shape
-        if family.in_vision(name) and not source_checks.same_tensor(
-            self.folder, name, self.source, original
-        ):
+        folder = self.folder
+        family = folder.family
+        source = self.source
+        in_vision = family.in_vision(name)
+        if in_vision and not source_checks.same_tensor(folder, name, source, original):
             return True
-        if not same_shape:
+        if source.info(original).shape != folder.info(name).shape:
             return family.in_mtp(name)
-        at_fault = any(f.tensor == name for f in self.audit.findings)
+        at_fault = any(finding.tensor == name for finding in self.audit.findings)
         if not at_fault and models.layer_of(name) not in self.diagnosis.folded:
             return False
-        ours = source_checks.float32(self.folder, name)
-        theirs = source_checks.float32(self.source, original)
+        ours = source_checks.float32(folder, name)
+        theirs = source_checks.float32(source, original)
         return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
 
 
@@ -453,28 +465,31 @@ class _RepairPlanner:
 
 
 def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
-    """Return one sentence for the MTP head and one for the vision tower, where tensors of them are lost."""
+    """Return one sentence for the MTP head and one for the vision tower, where they lost tensors."""
     family = folder.family
-    parts = (
-        (family.mtp, sum(map(family.in_mtp, lost))),
-        (family.vision, sum(map(family.in_vision, lost))),
-    )
-    return [
-        f"{part}*: {count} missing tensors taken from the source" for part, count in parts if count
-    ]
+    sentences = []
+    for part, is_in_part in ((family.mtp, family.in_mtp), (family.vision, family.in_vision)):
+        count = sum(map(is_in_part, lost))
+        if count:
+            sentences.append(f"{part}*: {count} missing tensors taken from the source")
+    return sentences
 
 
 def with_lost_settings(
     source: ModelFolder, config: JsonObject, multimodal: bool
 ) -> tuple[JsonObject, list[str]]:
-    """Return config.json with the lost settings of the head and, in a multimodal form, of the tower; and the repairs."""
-    config, actions = dict(config), list[str]()
-    inner = config.get("text_config")
+    """Return config.json with the lost settings of the head and the tower, and the repairs.
+
+    multimodal: whether the copy has the multimodal form, which needs the tower's settings.
+    """
+    config = dict(config)
     text = config
-    if isinstance(inner, dict):
-        text = config["text_config"] = dict(inner)
+    if isinstance(config.get("text_config"), dict):
+        text = config["text_config"] = dict(config["text_config"])
     lost = [("mtp_num_hidden_layers", source.text_config, text)]
-    lost += [("vision_config", source.config, config)] if multimodal else []
+    if multimodal:
+        lost.append(("vision_config", source.config, config))
+    actions = []
     for name, values, target in lost:
         if target.get(name) in (None, 0) and values.get(name) not in (None, target.get(name)):
             target[name] = values[name]
@@ -485,7 +500,7 @@ def with_lost_settings(
 # ---- the repaired copy
 
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
-UNREPAIRED = ("algorithm_unknown", "decoder_incomplete", "duplicate_tensor", "index_mismatch")
+UNREPAIRED = {"algorithm_unknown", "decoder_incomplete", "duplicate_tensor", "index_mismatch"}
 
 
 class RepairResult(msgspec.Struct):
@@ -512,42 +527,42 @@ def repair(
 
     source: the bf16 checkpoint it was made from.
     output: `path` with "-repaired" by default.
-    names: "old" writes config fields and tensor names for runtimes on transformers 4.57, "new" for transformers from
+    names: "old" writes config fields and tensor names for runtimes on transformers 4.57, "new" for
+        transformers from
     5.2; None keeps the form and fixes what disagrees.
     force: replace `output` where it exists.
 
-    Another layout than ModelOpt's NVFP4 keeps its tensors, and gets the source's MTP head and vision tower where it lost
-    them; CheckpointError is raised where nothing of them is lost. Raises UsageError where the source is needed and not given.
+    Another layout than ModelOpt's NVFP4 keeps its tensors, and gets the source's MTP head and
+    vision tower where it lost them; CheckpointError is raised where nothing of them is lost. Raises
+    UsageError where the source is needed and not given.
     """
     folder = ModelFolder(path)
     dialects.refuse_unread(folder)
-    target = (
-        Path(output)
-        if output
-        else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
-    )
+    home = folder.path.resolve()
+    target = Path(output) if output else home.with_name(f"{home.name}-repaired")
     model = dialects.read(folder)
     original = ModelFolder(source) if source else None
     is_modelopt = model.dialect is modelopt and bool(model.linears)
+    lost = []
     if is_modelopt:
         check_algorithm(model)
-    lost = (
-        missing_tensors(folder, original)
-        if original is not None and names is None and not is_modelopt
-        else []
-    )
+    elif original is not None and names is None:
+        lost = missing_tensors(folder, original)
     if not is_modelopt and not lost:
         quoted = shlex.quote(str(path))
-        first = f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
-        hint = f"first: {conversion(quoted, model.dialect)}" if model.linears else first
+        if model.linears:
+            hint = f"first: {conversion(quoted, model.dialect)}"
+        else:
+            hint = (
+                f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
+            )
         raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", hint)
     with writer.staged(target, force=force, inputs=(path, source)) as part:
         if is_modelopt or original is None:
             naming = plan_renaming(folder, names, original)
             audit = audit_folder(path, source=source)
-            plan = _RepairPlanner(
-                model, original, audit, naming, diagnose(model, original, audit)
-            ).plan()
+            diagnosis = diagnose(model, original, audit)
+            plan = _RepairPlanner(model, original, audit, naming, diagnosis).plan()
         else:
             plan = plan_restoration(model, original, lost)
         writer.write(part, plan.tensors)
@@ -558,7 +573,7 @@ def repair(
 
 
 def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str]) -> RepairPlan:
-    """Plan a copy with the lost tensors of `source`, their settings, and their entries of excluded linears.
+    """Plan a copy with lost tensors of `source`, their settings and entries of excluded linears.
 
     lost: the source's names of the tensors.
     """
@@ -566,27 +581,31 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
     config, actions = with_lost_settings(source, folder.config, is_multimodal(folder))
     if model.dialect is compressed_tensors and folder.quantization:
         ignore = [e for e in folder.quantization.get("ignore") or [] if isinstance(e, str)]
-        modules = sorted({m for name in lost if (m := excluded_module(source, name))})
-        added = [m for m in modules if not covering_pattern(m, ignore)]
+        modules = {excluded_module(source, name) for name in lost} - {None}
+        added = [m for m in sorted(modules) if not covering_pattern(m, ignore)]
         config["quantization_config"] = folder.quantization | {"ignore": [*ignore, *added]}
-        actions += [f"config.json: {len(added)} linears of them added to ignore"] if added else []
+        if added:
+            actions.append(f"config.json: {len(added)} linears of them added to ignore")
+    files = {"config.json": config}
     exported = folder.json(modelopt.HF_QUANT_CONFIG)
-    files = {"config.json": config} | (
-        {} if exported is None else {modelopt.HF_QUANT_CONFIG: exported}
-    )
+    if exported is not None:
+        files[modelopt.HF_QUANT_CONFIG] = exported
     tensors = [*(copied(folder, n) for n in folder), *(copied(source, n) for n in lost)]
     return RepairPlan(tensors, files, describe_lost(folder, lost) + actions)
 
 
 def conversion(path: str, dialect: Dialect | None) -> str:
-    """Return the command that makes a checkpoint of another layout one that can be repaired or quantized."""
+    """Return the command that makes a checkpoint of another layout one that can be repaired."""
     return f"annie-quant convert {path} --to {'bf16' if dialect is fp8 else 'modelopt'}"
 
 
 def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str | None:
-    """Return the shell command that repairs an audited checkpoint; None where `repair` cannot, as for missing files.
+    """Return the shell command that repairs an audited checkpoint.
 
-    source: the bf16 checkpoint, where it is known; the command has SOURCE in its place where one is needed and not known.
+    None where `repair` cannot, as for missing files.
+
+    source: the bf16 checkpoint, where it is known; where one is needed and not known, the command
+        has SOURCE in its place.
     """
     try:
         folder = ModelFolder(audit.path)
@@ -594,14 +613,15 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
         quantized = bool(dialects.linears(folder))
     except ShardError:
         return None
+    codes = {finding.code for finding in audit.findings}
     path = shlex.quote(audit.path)
     command = f"annie-quant audit {path} --repair"
     with_source = f"{command} --source {'SOURCE' if source is None else shlex.quote(str(source))}"
-    if (not quantized or dialect is not modelopt) and any(f.code in LOST for f in audit.findings):
+    if (not quantized or dialect is not modelopt) and not codes.isdisjoint(LOST):
         return with_source
-    if not quantized or all(f.code in UNREPAIRED for f in audit.findings):
+    if not quantized or codes <= UNREPAIRED:
         return None
     if dialect is not modelopt:
         return conversion(path, dialect)
-    needs_source = not all(f.code.startswith(WITHOUT_SOURCE) for f in audit.findings)
+    needs_source = not all(code.startswith(WITHOUT_SOURCE) for code in codes)
     return with_source if needs_source or source is not None else command

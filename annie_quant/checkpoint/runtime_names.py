@@ -1,9 +1,11 @@
-"""Names across runtimes: transformers from 5.2 and runtimes on transformers 4.57 have different names for the same Qwen3.5.
+"""Names across runtimes.
 
-A text checkpoint has the text form's class and tensors named `model.layers...`. A multimodal checkpoint has the multimodal form's
-class, the text settings in `text_config` and a longer prefix; its servers read a processor's settings even for text only.
-Runtimes on transformers 4.57 know only the multimodal form, under older class names. The family has the names
-(annie_quant.models).
+Transformers from 5.2 and runtimes on transformers 4.57 have different names for the same Qwen3.5.
+
+A text checkpoint has the text form's class and tensors named `model.layers...`. A multimodal
+checkpoint has the multimodal form's class, the text settings in `text_config` and a longer prefix;
+its servers read a processor's settings even for text only. Runtimes on transformers 4.57 know only
+the multimodal form, under older class names. The family has the names (annie_quant.models).
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ OUTER = (
 
 
 def named_form(folder: ModelFolder) -> tuple[models.Family, Form] | None:
-    """Return the form whose class config.json names, and its family; None unless the family has two forms."""
+    """Return the form whose class config.json names, and its family.
+
+    None unless the family has two forms.
+    """
     names = folder.config.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     named = (
@@ -54,7 +59,10 @@ def is_multimodal(folder: ModelFolder) -> bool:
 
 
 def tensors_multimodal(folder: ModelFolder) -> bool | None:
-    """Return whether the decoder's tensors have the multimodal prefix, or None without any decoder layer."""
+    """Return whether the decoder's tensors have the multimodal prefix, or None.
+
+    None without any decoder layer.
+    """
     layers = decoder_tensors(folder)
     return any(n.startswith(MULTIMODAL_PREFIX) for n in layers) if layers else None
 
@@ -126,7 +134,10 @@ class Renaming:
 
 
 def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | None) -> Renaming:
-    """Plan the names of a copy. style: "old", "new", or None to keep the form and fix what disagrees."""
+    """Plan the names of a copy.
+
+    style: "old", "new", or None to keep the form and fix what disagrees.
+    """
     if style is not None and style not in STYLES:
         raise UsageError(
             f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}"

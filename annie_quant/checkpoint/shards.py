@@ -1,6 +1,9 @@
-"""A model folder on disk: its shards, mapped into memory, and its small files. Writing is in writer.py.
+"""A model folder on disk: its shards, mapped into memory, and its small files.
 
-Tensors are views of the mapped files, so a model larger than memory can be read; `release` gives their pages back.
+Writing is in writer.py.
+
+Tensors are views of the mapped files, so a model larger than memory can be read; `release` gives
+their pages back.
 """
 
 from __future__ import annotations
@@ -29,14 +32,13 @@ MAX_JSON_BYTES = (
 )
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
-# The small files of a model folder in addition to config.json: those that make prompts and end answers, those that name Python
-# classes, and all that a copy of the model needs.
-PROMPT_FILES = GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS = (
-    "generation_config.json",
-    "chat_template.jinja",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+# The small files of a model folder in addition to config.json: those that make prompts and end
+# answers, those that name Python classes, and all that a copy of the model needs.
+GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+PROMPT_FILES = (GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS)
 # Read where tokenizer.json, or the newer form of the template, is missing; some loaders prefer them.
 VOCABULARY_FILES = (
     "chat_template.json",
@@ -52,16 +54,7 @@ CLASS_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-COMPANIONS = tuple(
-    dict.fromkeys(
-        (
-            *PROMPT_FILES,
-            *CLASS_FILES,
-            *VOCABULARY_FILES,
-            "LICENSE",
-        )
-    )
-)
+COMPANIONS = tuple(dict.fromkeys((*PROMPT_FILES, *CLASS_FILES, *VOCABULARY_FILES, "LICENSE")))
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -70,8 +63,8 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 class ModelFolder:
     """A checkpoint folder: config.json, safetensors shards (single, indexed or numbered), and the small files.
 
-    Raises ShardError for a missing folder or shard, an invalid or truncated file, an index that does not match the
-    files, a shard name with a path in it, and a link that leaves the folder.
+    Raises ShardError for a missing folder or shard, an invalid or truncated file, an index that
+    does not match the files, a shard name with a path in it, and a link that leaves the folder.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -116,45 +109,44 @@ class ModelFolder:
         """Name of a merged tensor of experts without ".weight" → the linears of single experts in it, in its order."""
         experts = self.family.experts
         merged = dict[str, dict[str, TensorInfo]]()
-        for name, info in self.tensors.items() if experts else ():
-            part = experts.merged_part(name) if experts else None
-            if not experts or not part or len(info.shape) != 3 or not info.elements:
+        if experts is None:
+            return merged
+        for name, info in self.tensors.items():
+            part = experts.merged_part(name)
+            is_plain = info.dtype in ("BF16", "F16", "F32")
+            if not part or len(info.shape) != 3 or not info.elements or not is_plain:
                 continue
-            layer = part[0]
-            linears = experts.merged[part[1]]
+            layer, kind = part
+            linears = experts.merged[kind]
             count, rows, columns = info.shape
-            if (
-                rows % len(linears)
-                or count > MAX_EXPERTS
-                or info.dtype not in ("BF16", "F16", "F32")
-            ):
+            if rows % len(linears) or count > MAX_EXPERTS:
                 continue
-            size = info.size_bytes // (count * len(linears))
             shape = (rows // len(linears), columns)
-            numbered = (
-                f"{layer}.{experts.module}.{number}.{linear}.weight"
-                for number in range(count)
-                for linear in linears
-            )
-            merged[name.removesuffix(".weight")] = {
-                single: TensorInfo(
-                    single, info.dtype, shape, info.file, info.offset + i * size, size
-                )
-                for i, single in enumerate(numbered)
-            }
+            size = info.size_bytes // (count * len(linears))
+            offset = info.offset
+            parts = merged[name.removesuffix(".weight")] = {}
+            for number in range(count):
+                for linear in linears:
+                    single = f"{layer}.{experts.module}.{number}.{linear}.weight"
+                    parts[single] = TensorInfo(single, info.dtype, shape, info.file, offset, size)
+                    offset += size
         return merged
 
     @functools.cached_property
     def expert_parts(self) -> dict[str, TensorInfo]:
         """The linears of single experts inside the merged tensors on disk, as views of their bytes.
 
-        `find`, `info`, `tensor`, `pieces`, `rows` and `release` take their names ("mlp.experts.7.up_proj.weight"). Iteration and
-        `in` have only the merged names, which are those of the files.
+        `find`, `info`, `tensor`, `pieces`, `rows` and `release` take their names
+        ("mlp.experts.7.up_proj.weight"). Iteration and `in` have only the merged names, which are
+        those of the files.
         """
         return {name: info for parts in self._merged.values() for name, info in parts.items()}
 
     def parts_of(self, name: str) -> list[str]:
-        """Return the names of the single experts' linears in a merged tensor, in its order; [] for any other tensor."""
+        """Return the names of the single experts' linears in a merged tensor, in its order.
+
+        [] for any other tensor.
+        """
         return list(self._merged.get(name.removesuffix(".weight"), ()))
 
     def info(self, name: str) -> TensorInfo:
@@ -180,7 +172,10 @@ class ModelFolder:
         return self.shards[info.file].tensor(info)
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yield one tensor's elements in order, PIECE_BYTES at a time; their pages are released after each piece."""
+        """Yield one tensor's elements in order, PIECE_BYTES at a time.
+
+        Their pages are released after each piece.
+        """
         flat = self.tensor(name).reshape(-1)
         step = max(1, PIECE_BYTES // flat.itemsize)
         for start in range(0, flat.size, step):
@@ -188,7 +183,10 @@ class ModelFolder:
             self.release(name, start * flat.itemsize, min(start + step, flat.size) * flat.itemsize)
 
     def rows(self, name: str, elements: int = ROWS_ELEMENTS) -> Iterator[np.ndarray]:
-        """Yield a matrix's rows in order, about `elements` at a time; their pages are released after each piece."""
+        """Yield a matrix's rows in order, about `elements` at a time.
+
+        Their pages are released after each piece.
+        """
         matrix = self.tensor(name)
         width = max(1, matrix[:1].size)
         step = max(1, elements // width)
@@ -252,7 +250,10 @@ class ModelFolder:
         return models.family_or_default(self.config)
 
     def small_files(self) -> list[Path]:
-        """Return the tokenizer, template, processor and licence files: everything but the weights and their index."""
+        """Return the tokenizer, template, processor and licence files.
+
+        Everything but the weights and their index.
+        """
         skipped = (".safetensors", *OTHER_FORMATS)
         return sorted(
             inside(self.path, f)
@@ -309,7 +310,10 @@ class ModelFolder:
         return files
 
     def _checked(self, file: str) -> Path:
-        """Return a shard's path: a plain name, inside the folder (or a hub cache's blobs, where its links point)."""
+        """Return a shard's path.
+
+        A plain name, inside the folder (or a hub cache's blobs, where its links point).
+        """
         if (
             Path(file).name != file
             or file in ("", ".", "..")
@@ -325,7 +329,10 @@ class ModelFolder:
 
 
 def read_object(path: Path) -> JsonObject | None:
-    """Return the JSON object of a file, or None if the file is missing. Raises ShardError for other content."""
+    """Return the JSON object of a file, or None if the file is missing.
+
+    Raises ShardError for other content.
+    """
     if not path.is_file():
         return None
     size = path.stat().st_size
@@ -349,7 +356,10 @@ def read_object(path: Path) -> JsonObject | None:
 
 
 def text_settings(config: JsonObject) -> JsonObject:
-    """Return the language model's settings of a config.json: those of `text_config`, where there is one, before the others."""
+    """Return the language model's settings of a config.json.
+
+    Those of `text_config`, where there is one, before the others.
+    """
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 

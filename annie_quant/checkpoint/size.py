@@ -1,7 +1,11 @@
-"""The size of a stored model and of its caches: the one definition of bits per weight, and of the bytes of keys, values and states.
+"""The size of a stored model and of its caches.
 
-Bits per weight are 8 × the bytes of all tensors (with scales, without file headers) divided by the number of weights that they
-store: N × K for a quantized linear of N rows and K columns, none for its scales, and the elements of every other tensor.
+The one definition of bits per weight, and of the bytes of keys, values and states.
+
+Bits per weight are 8 × the bytes of all tensors (with scales, without file headers) divided by the
+number of weights that they
+store: N × K for a quantized linear of N rows and K columns, none for its scales, and the elements
+    of every other tensor.
 """
 
 from __future__ import annotations
@@ -53,17 +57,18 @@ def bits(size_bytes: int, weights: int) -> float | None:
 
 
 def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None) -> StoredSize:
-    """Return the size of a model folder, from its headers. linears: its quantized linears, where they are known."""
+    """Return the size of a model folder, from its headers.
+
+    linears: its quantized linears, where they are known.
+    """
     if linears is None:
         linears = dialects.linears(folder)
-    quantized_bytes = sum(
-        folder.info(t).size_bytes for linear in linears.values() for t in linear.tensors()
-    )
+    owned = owned_tensors(linears.values())
+    quantized_bytes = sum(folder.info(name).size_bytes for name in owned)
     quantized_weights = 0
     for linear in linears.values():
         with contextlib.suppress(ShardError):  # its shape is a finding of the audit
             quantized_weights += math.prod(linear.shape(folder))
-    owned = owned_tensors(linears.values())
     plain = sum(folder.info(name).elements for name in folder if name not in owned)
     return StoredSize(
         folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights
@@ -81,9 +86,12 @@ def is_tied(folder: ModelFolder) -> bool:
 
 
 def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None = None) -> int:
-    """Return the bytes of weights that one decoded token reads; of a mixture's experts only the share that a token passes.
+    """Return the bytes of weights that one decoded token reads.
 
-    The vision tower and the MTP head are not read, and of an embedding that is not also the head only one row is.
+    Of a mixture's experts only the share that a token passes.
+
+    The vision tower and the MTP head are not read, and of an embedding that is not also the head
+    only one row is.
 
     bytes_of: tensor name → bytes, where they are not those on disk.
     """
@@ -115,7 +123,10 @@ def gguf_size(path: Path) -> StoredSize:
 
 
 class AttentionShape(msgspec.Struct):
-    """The fields of a text model's settings that decide the size of its caches. A field that is missing counts as 0."""
+    """The fields of a text model's settings that decide the size of its caches.
+
+    A field that is missing counts as 0.
+    """
 
     num_hidden_layers: int = 0
     layer_types: list[str] | None = None

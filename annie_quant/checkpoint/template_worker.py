@@ -1,10 +1,13 @@
-"""Render one chat template in a process with limited memory. Started by chat_template.py; reads and writes JSON lines.
+"""Render one chat template in a process with limited memory.
+
+Started by chat_template.py; reads and writes JSON lines.
 
     {"template", "memory_bytes", "seconds"}       first line
     {variables}   →   {"text"} or {"error"}       all others
 
-The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a template can change nothing, with the
-same white-space rules, filters and functions. A template can still loop or allocate without end, so its process has limits.
+The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a
+template can change nothing, with the same white-space rules, filters and functions. A template can
+still loop or allocate without end, so its process has limits.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ def main() -> None:
     sys.path.pop(0)  # this file's folder, whose modules must not shadow others
     settings = json.loads(sys.stdin.readline())
     environment = make_environment()
-    # The timer's signal ends the process even if the parent has ended. It counts processor time, because a sound template may wait
-    # for a long time on a busy machine.
+    # The timer's signal ends the process even if the parent has ended. It counts processor time,
+    # because a sound template may wait for a long time on a busy machine.
     seconds = settings["seconds"]
     template: Template | None = None
     limit = (settings["memory_bytes"], settings["memory_bytes"])
@@ -53,7 +56,10 @@ def make_environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """{% generation %} ... {% endgeneration %} marks the assistant's text for training; it renders its content."""
+        """{% generation %} ...
+
+        {% endgeneration %} marks the assistant's text for training; it renders its content.
+        """
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 

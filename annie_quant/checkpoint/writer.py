@@ -1,10 +1,15 @@
-"""Write a model folder: shards that are planned first, then streamed, in a folder that has its name only when it is complete.
+"""Write a model folder.
 
-A plan has every tensor's dtype and shape, so the headers are known before a weight is read. Arrays are loaded one after the other,
-in file order. With `resume`, a shard that an interrupted run completed is kept if its header is the planned one.
+Shards that are planned first, then streamed, in a folder that has its name only when it is
+complete.
 
-The output is written into `.NAME.part` in the same parent folder. With a key (a description of the inputs and settings) that
-folder survives a kill: the next run with the same key uses its finished shards; a run with any other key starts again.
+A plan has every tensor's dtype and shape, so the headers are known before a weight is read. Arrays
+are loaded one after the other, in file order. With `resume`, a shard that an interrupted run
+completed is kept if its header is the planned one.
+
+The output is written into `.NAME.part` in the same parent folder. With a key (a description of the
+inputs and settings) that folder survives a kill: the next run with the same key uses its finished
+shards; a run with any other key starts again.
 """
 
 from __future__ import annotations
@@ -83,7 +88,10 @@ class ShardPlan:
 
 
 def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
-    """Return the shards of a plan, of at most `shard_bytes` or one tensor, under the names that every reader expects."""
+    """Return the shards of a plan, under the names that every reader expects.
+
+    shard_bytes: largest size of a shard that has more than one tensor.
+    """
     groups: list[list[Planned]] = [[]]
     filled = 0
     for item in plan:
@@ -92,14 +100,12 @@ def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
             filled = 0
         groups[-1].append(item)
         filled += item.size_bytes
-    n = len(groups)
-    names = (
-        [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    )
-    heads = (
-        header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups
-    )
-    return [ShardPlan(*fields) for fields in zip(names, heads, groups, strict=True)]
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        head = header.build([(t.name, t.dtype, t.shape) for t in group], {"format": "pt"})
+        shards.append(ShardPlan(SINGLE if len(groups) == 1 else name, head, group))
+    return shards
 
 
 def write(
@@ -111,7 +117,8 @@ def write(
 ) -> list[Path]:
     """Write the planned tensors into `folder` and return the paths of the shards.
 
-    resume: keep shards that an earlier run completed (same header). They must be of the same source: see `staged`.
+    resume: keep shards that an earlier run completed (same header). They must be of the same
+        source: see `staged`.
     The index is written last. Raises DiskFull where the disk has not enough space.
     """
     folder = Path(folder)
@@ -124,11 +131,11 @@ def write(
     for shard in missing:
         write_shard(folder, shard, done)
     if len(shards) > 1:
-        weight_map = {t.name: s.name for s in shards for t in s.items}
-        total_size = sum(t.size_bytes for s in shards for t in s.items)
-        write_json(
-            folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        )
+        weight_map = {}
+        for shard in shards:
+            weight_map |= dict.fromkeys((t.name for t in shard.items), shard.name)
+        metadata = {"total_size": sum(t.size_bytes for t in plan)}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
     return [folder / s.name for s in shards]
 
 
@@ -178,7 +185,10 @@ def check_free_space(folder: Path, size_bytes: int) -> None:
 
 
 def copy_small_files(folder: ModelFolder, target: Path) -> None:
-    """Copy the tokenizer, template, processor and licence files; the configurations are written separately."""
+    """Copy the tokenizer, template, processor and licence files.
+
+    The configurations are written separately.
+    """
     for path in folder.small_files():
         if path.name not in ("config.json", "hf_quant_config.json"):
             shutil.copyfile(path, target / path.name)
@@ -186,14 +196,20 @@ def copy_small_files(folder: ModelFolder, target: Path) -> None:
 
 @dataclass(frozen=True)
 class QuantSettings:
-    """A dialect's quantization settings: config.json's quantization_config, and further JSON files by name."""
+    """A dialect's quantization settings.
+
+    config.json's quantization_config, and further JSON files by name.
+    """
 
     quantization_config: JsonObject
     files: dict[str, JsonObject]
 
 
 def write_settings(target: Path, config: JsonObject, settings: QuantSettings | None) -> None:
-    """Write config.json with the quantization settings, and the dialect's other files. None: for plain weights."""
+    """Write config.json with the quantization settings, and the dialect's other files.
+
+    None: for plain weights.
+    """
     if settings is None:
         write_json(
             target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"}
@@ -233,11 +249,13 @@ def staged(
 ) -> Iterator[Path]:
     """Yield the folder to write into; on success it takes the name `output`.
 
-    key: JSON that decides whether the result of an interrupted run may be used; None uses nothing of it.
+    key: JSON that decides whether the result of an interrupted run may be used; None uses nothing
+        of it.
     force: replace an output that exists.
-    inputs: files and folders that are read. An output that is one of them or contains one is refused, also with `force`.
-    Raises UsageError where the output is in the way, EnvironmentFault where it cannot be written or another run is
-    writing it.
+    inputs: files and folders that are read. An output that is one of them or contains one is
+        refused, also with `force`.
+    Raises UsageError where the output is in the way, EnvironmentFault where it cannot be written or
+    another run is writing it.
     """
     output = check_name(output)
     check_output(output, force, inputs)

@@ -6,7 +6,8 @@
     aq.gemm.fake_quant                                            # the C codec's values, on the GPU
     aq.gemm.validate()                                            # annie-quant validate-gpu
 
-Arrays are torch tensors on a GPU, or DeviceArrays (to_device). Importing this package needs neither a GPU nor a driver.
+Arrays are torch tensors on a GPU, or DeviceArrays (to_device). Importing this package needs neither
+a GPU nor a driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Arrays on a GPU as pointer, shape and type: torch tensors, and plain device memory that needs no other library.
+"""Arrays on a GPU as pointer, shape and type.
+
+Torch tensors, and plain device memory that needs no other library.
 
 torch is not imported here.
 """
@@ -59,7 +61,8 @@ def need_device() -> None:
 class View:
     """An array as a kernel needs it. `owner` keeps the array alive.
 
-    stream: the stream of the array's last write; None if there is nothing to wait for, or for torch, which orders its work by
+    stream: the stream of the array's last write; None if there is nothing to wait for, or for
+        torch, which orders its work by
     a current stream.
     """
 
@@ -95,7 +98,10 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view(array: object, name: str) -> View:
-    """Return a View of an array on a GPU. UsageError: a host array, or a dtype that no kernel supports."""
+    """Return a View of an array on a GPU.
+
+    UsageError: a host array, or a dtype that no kernel supports.
+    """
     if isinstance(array, DeviceArray):
         strides = _packed_strides(array.shape)
         return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
@@ -133,8 +139,8 @@ def view(array: object, name: str) -> View:
 def launch_stream(views: Iterable[View], stream: int | None = None) -> int:
     """Return the stream of a launch that uses these arrays, after it waits for the writes that each array announces.
 
-    The stream is `stream`, or torch's current stream if an array is a torch tensor, or the stream of the first array that has
-    one, or the default stream (0).
+    The stream is `stream`, or torch's current stream if an array is a torch tensor, or the stream
+    of the first array that has one, or the default stream (0).
     """
     views = list(views)
     chosen = _default_stream(views) if stream is None else int(stream)
@@ -172,7 +178,8 @@ class CurrentDevice:
 class DeviceArray:
     """A contiguous array in device memory, freed with the object.
 
-    stream: the stream of the last write to it by this package, which `fill` and `host` follow; None before the first one. That
+    stream: the stream of the last write to it by this package, which `fill` and `host` follow; None
+        before the first one. That
     stream must exist as long as the array is used.
     """
 
@@ -198,7 +205,10 @@ class DeviceArray:
         return self
 
     def host(self) -> np.ndarray:
-        """Return a NumPy copy after the last write to the array; bfloat16 and float8_e4m3fn as ml_dtypes' types."""
+        """Return a NumPy copy after the last write to the array.
+
+        bfloat16 and float8_e4m3fn as ml_dtypes' types.
+        """
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         stream = self.stream or 0
         with CurrentDevice(self.device):

@@ -1,14 +1,17 @@
-"""The W4A16 products of a mixture's experts in one launch, as a torch operator: torch.ops.annie_quant.nvfp4_experts.
+"""The W4A16 products of a mixture's experts in one launch, as a torch operator.
+
+torch.ops.annie_quant.nvfp4_experts.
 
     weights = prepare_experts(codes, block_scale, tensor_scales)        # [experts, N, K/2], [experts, N, K/16], one number each
     tokens = plan_tokens(pairs=x.shape[0] * top_k, experts, top_k, N, K)
     aligned = align(top_k_index, experts, tokens)                       # once per layer, for all of its products
     out = torch.ops.annie_quant.nvfp4_experts(x, *weights, *aligned, top_k, tokens)     # [pairs, N]
 
-A pair is a token and one of its experts: pair p = token * top_k + i reads row p // top_k of x, and writes row p of the result. The
-second product of an expert reads the first one's rows: there top_k is 1. The alignment is in the form of vLLM's
-moe_align_block_size, so a server's own can be used; nothing of it is read back to the host, so the operator can be captured in a
-CUDA graph. nvfp4_experts_out writes into a given tensor and leaves rows of pairs that no tile has as they are.
+A pair is a token and one of its experts: pair p = token * top_k + i reads row p // top_k of x, and
+writes row p of the result. The second product of an expert reads the first one's rows: there top_k
+is 1. The alignment is in the form of vLLM's moe_align_block_size, so a server's own can be used;
+nothing of it is read back to the host, so the operator can be captured in a CUDA graph.
+nvfp4_experts_out writes into a given tensor and leaves rows of pairs that no tile has as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ BLOCK_ROWS = (
 
 
 class PreparedExperts(NamedTuple):
-    """The repacked weights [experts, n, k]. packed: uint8 [experts, bytes]; scales: float32 [experts]; both on the GPU."""
+    """The repacked weights [experts, n, k].
+
+    packed: uint8 [experts, bytes]; scales: float32 [experts]; both on the GPU.
+    """
 
     packed: Tensor
     scales: Tensor
@@ -113,7 +119,10 @@ def align(top_k_index: Tensor, experts: int, tile_tokens: int) -> Alignment:
 def plan(
     device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int, tile_tokens: int = 0
 ) -> GroupedPlan:
-    """Return the launch plan for tiles of this number of tokens, 0 for the best. UsageError: no kernel fits the shape."""
+    """Return the launch plan for tiles of this number of tokens, 0 for the best.
+
+    UsageError: no kernel fits the shape.
+    """
     module = native()
     try:
         with CurrentDevice(device):
@@ -129,7 +138,10 @@ def plan(
 def plan_tokens(
     pairs: int, experts: int, top_k: int, n: int, k: int, device: int | None = None
 ) -> int:
-    """Return the tokens per tile that suit a product, for `align` and the operator: 8, 16, 32, 64 or 128."""
+    """Return the tokens per tile that suit a product, for `align` and the operator.
+
+    8, 16, 32, 64 or 128.
+    """
     return plan(device, pairs, experts, top_k, n, k).tile_tokens
 
 
@@ -138,7 +150,10 @@ Routing = tuple["Tensor", "Tensor", "Tensor", int, int]
 
 
 def product(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Routing]) -> Tensor:
-    """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
+    """Return [rows of x * top_k, n] in x's dtype.
+
+    Rows of experts that tile_experts gives as -1 are zeros.
+    """
     out = fake(x, packed, scales, n, *routing).zero_()
     write(out, x, packed, scales, *routing)
     return out

@@ -1,6 +1,7 @@
 """Failures that are known on GB10 (SM121): the symptom in a message, its cause and its fix.
 
-Numbers are issues of vLLM; the rest is from CUTLASS's tile constraints and NVIDIA's developer forum.
+Numbers are issues of vLLM; the rest is from CUTLASS's tile constraints and NVIDIA's developer
+forum.
 """
 
 from __future__ import annotations

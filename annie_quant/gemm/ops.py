@@ -1,6 +1,7 @@
 """The GEMM and codec operations. All arguments are checked here before a kernel is launched.
 
-Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is defined in annie_quant.nvfp4.
+Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is defined in
+    annie_quant.nvfp4.
 """
 
 from __future__ import annotations
@@ -119,9 +120,11 @@ def _wrote(out: CudaArray, stream: int) -> None:
 class Weight:
     """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 bytes per weight, rows padded to 32, columns to 128).
 
-    codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled); tensor_scale: float; all
-    as in a checkpoint. memory: uint8 of _gemm.packed_bytes(N, K) on their device for the result; None: its own. UsageError: a NaN
-    or negative scale byte, with its position. Waits for the repack to finish.
+    codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled);
+        tensor_scale: float; all
+    as in a checkpoint. memory: uint8 of _gemm.packed_bytes(N, K) on their device for the result;
+    None: its own. UsageError: a NaN or negative scale byte, with its position. Waits for the repack
+    to finish.
     """
 
     def __init__(
@@ -200,7 +203,9 @@ def w4a16(
     workspace: CudaArray | None = None,
     stream: int | None = None,
 ) -> Out | DeviceArray:
-    """Launch out[M, N] = x[M, K] @ W[N, K].T: bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
+    """Launch out[M, N] = x[M, K] @ W[N, K].T.
+
+    bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
 
     out        float32, float16 or bfloat16 [M, N], contiguous; None: a new DeviceArray of x's dtype
     path       auto, skinny, tiled or wgmma
@@ -211,8 +216,8 @@ def w4a16(
     stream     None: torch's current stream for torch tensors, else the stream of the first array that announces one, else
                the default stream. The launch waits for the streams of the other arrays.
 
-    Returns `out` without waiting for the kernel. The first call can be captured in a CUDA graph. UsageError: arrays or a
-    plan that do not fit the product.
+    Returns `out` without waiting for the kernel. The first call can be captured in a CUDA graph.
+    UsageError: arrays or a plan that do not fit the product.
     """
     xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
     m = xv.shape[0]
@@ -301,7 +306,8 @@ def w4a4(
 ) -> Out | DeviceArray:
     """Launch out[M, N] = A[M, K] @ W[N, K].T with both operands in NVFP4 (linear scales).
 
-    mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one instruction replaced and
+    mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one
+        instruction replaced and
     runs on any GPU; "auto" is native where possible. Returns `out` without waiting for the kernel.
     """
     need_device()
@@ -364,7 +370,10 @@ def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
 def fake_quant(
     x: CudaArray, tensor_scale: float, out: Out | None = None, *, stream: int | None = None
 ) -> Out | DeviceArray:
-    """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
+    """Quantize and dequantize x [..., K] per 16 columns in its own dtype.
+
+    ModelOpt's dynamic activation op, to the bit.
+    """
     need_device()
     v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")

@@ -1,12 +1,15 @@
 """The CPU oracle: NVFP4 products in float64 from the same bytes, and the error bound of a correct kernel.
 
-Written from the format definition alone (tables, NumPy and torch). It shares no code with the kernels or the C codec.
+Written from the format definition alone (tables, NumPy and torch). It shares no code with the
+kernels or the C codec.
 
-Bounds. W4A16 multiplies e2m1*e4m3 (exact in bf16) by bf16 or fp16 activations. Each product is exact in fp32, so the
-only errors are K - 1 additions in fp32 (in any order: relative 2^-24 of the partial sums, and tensor cores may
-truncate: 2^-23), the tensor scale (2^-24) and the rounding to the output type: |kernel - oracle| <= (K + 8) 2^-23 S +
-ulp, S = sum |x||w|. Tensor cores align the addends of a group to the largest one before adding; the same bound covers
-that. W4A4: each 16-column term is exact, K/16 additions.
+Bounds. W4A16 multiplies e2m1*e4m3 (exact in bf16) by bf16 or fp16 activations. Each product is
+exact in fp32, so the only errors are K - 1 additions in fp32 (in any order: relative 2^-24 of the
+partial sums, and tensor cores may
+truncate: 2^-23), the tensor scale (2^-24) and the rounding to the output type: |kernel - oracle| <=
+    (K + 8) 2^-23 S +
+ulp, S = sum |x||w|. Tensor cores align the addends of a group to the largest one before adding; the
+same bound covers that. W4A4: each 16-column term is exact, K/16 additions.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ def linear(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ulp(value: np.ndarray, dtype: str) -> np.ndarray:
-    """Return one unit in the last place of `dtype` at |value|: half for rounding, half for a sum across a tie."""
+    """Return one unit in the last place of `dtype` at |value|.
+
+    Half for rounding, half for a sum across a tie.
+    """
     bits, lowest = {"float32": (23, -149), "float16": (10, -24), "bfloat16": (7, -133)}[dtype]
     exponent = np.frexp(np.maximum(np.abs(value), 2.0**-200))[1] - 1
     return 2.0 ** np.maximum(exponent - bits, lowest)
@@ -86,8 +92,8 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 # ---- the W4A16 operators on this device
 #
-# A server calls these when it loads a model, with the checkpoint's own weights, before it uses the kernels. A swapped nibble or a
-# neighbouring scale exceeds the bound.
+# A server calls these when it loads a model, with the checkpoint's own weights, before it uses the
+# kernels. A swapped nibble or a neighbouring scale exceeds the bound.
 
 Align = Callable[["Tensor", int], "tuple[Tensor, Tensor, Tensor]"]
 
@@ -132,9 +138,12 @@ def ratio_to_bound(
 def worst_error(
     weight: Prepared, codes: Tensor, block_scale: Tensor, tensor_scale: float, dtype: torch.dtype
 ) -> float:
-    """Return the largest error of torch.ops.annie_quant.nvfp4_linear in units of its bound: above 1 it is wrong.
+    """Return the largest error of torch.ops.annie_quant.nvfp4_linear in units of its bound.
 
-    weight: codes, block_scale and tensor_scale, repacked; dtype: of x, torch.bfloat16 or torch.float16
+    Above 1 it is wrong.
+
+    weight: codes, block_scale and tensor_scale, repacked; dtype: of x, torch.bfloat16 or
+        torch.float16
     """
     import torch
 
@@ -172,11 +181,14 @@ def worst_experts_error(
     top_k: int,
     align: Align,
 ) -> float:
-    """Return the largest error of torch.ops.annie_quant.nvfp4_experts_out in units of its bound: above 1 it is wrong.
+    """Return the largest error of torch.ops.annie_quant.nvfp4_experts_out in units of its bound.
+
+    Above 1 it is wrong.
 
     weights: codes [experts, N, K/2], block_scale and tensor_scales, repacked
     top_k: pairs that read the same row of x
-    align: (experts of the pairs int32 [tokens, top_k], tokens per tile) -> what the operator takes, as the caller will make it
+    align: (experts of the pairs int32 [tokens, top_k], tokens per tile) -> what the operator takes,
+        as the caller will make it
     """
     import torch
 

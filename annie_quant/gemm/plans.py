@@ -1,7 +1,9 @@
-"""Launch plans of W4A16 products, one type per path. Fields are those of the path's struct in csrc/gemm, in their order.
+"""Launch plans of W4A16 products, one type per path.
 
-A plan depends on the device and the shape. `Weight.plan` chooses one; `_replace` makes a variant of it, which the launch
-checks. Shared memory and workspace are computed from the plan.
+Fields are those of the path's struct in csrc/gemm, in their order.
+
+A plan depends on the device and the shape. `Weight.plan` chooses one; `_replace` makes a variant of
+it, which the launch checks. Shared memory and workspace are computed from the plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Checks of other libraries' FP4 GEMMs: which backends of an installed serving stack are right, wrong or missing on this GPU.
+"""Checks of other libraries' FP4 GEMMs.
 
-A backend is a function (case) -> array [M, N]. `judge` compares it with the float64 product of the same bytes within the
-bound that fp32 accumulation allows (times a small factor for other orders of scaling and a bf16 alpha), so that faults
-which a loose tolerance hides (swapped nibbles, a neighbouring scale, a dropped tail) are found. Each backend runs in a
-separate process: an illegal instruction or a crash ends that process only.
+Which backends of an installed serving stack are right, wrong or missing on this GPU.
+
+A backend is a function (case) -> array [M, N]. `judge` compares it with the float64 product of the
+same bytes within the bound that fp32 accumulation allows (times a small factor for other orders of
+scaling and a bf16 alpha), so that faults which a loose tolerance hides (swapped nibbles, a
+neighbouring scale, a dropped tail) are found. Each backend runs in a separate process: an illegal
+instruction or a crash ends that process only.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ SLACK = (
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case of one backend. worst: largest error in units of the bound; None where the backend raised `error`."""
+    """One case of one backend.
+
+    worst: largest error in units of the bound; None where the backend raised `error`.
+    """
 
     case: str
     ok: bool
@@ -75,7 +81,10 @@ class BackendResult:
 
 @dataclass(frozen=True)
 class StackResult:
-    """All backends, and advice: the one to choose, the server's option for it, a note. container: where it was run."""
+    """All backends, and advice: the one to choose, the server's option for it, a note.
+
+    container: where it was run.
+    """
 
     backends: list[BackendResult]
     choose: str | None
@@ -113,7 +122,10 @@ class GemmCase:
 
 
 def cases() -> list[GemmCase]:
-    """Return cases of random data (uniform weights would hide a swapped fragment): small, large, padded, one token."""
+    """Return cases of random data (uniform weights would hide a swapped fragment).
+
+    Small, large, padded, one token.
+    """
     result = []
     for m, n, k in (
         (1, 256, 256),
@@ -134,7 +146,8 @@ def cases() -> list[GemmCase]:
 def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> BackendResult:
     """Run one backend over the cases (all, or `only` these) and return its verdict.
 
-    One wrong case makes the backend wrong whatever the others give: an error is visible to a user, a wrong result is not.
+    One wrong case makes the backend wrong whatever the others give: an error is visible to a user,
+    a wrong result is not.
     """
     rows = []
     verdict = "right"
@@ -193,7 +206,10 @@ def stacks(name: str) -> tuple[str, ...]:
 
 
 def _tensors(case: GemmCase) -> tuple[Tensor, ...]:
-    """Return codes and scales of both operands as W4A4 kernels take them: codes unchanged, scales swizzled."""
+    """Return codes and scales of both operands as W4A4 kernels take them.
+
+    Codes unchanged, scales swizzled.
+    """
     import torch
 
     e4m3 = torch.float8_e4m3fn
@@ -294,7 +310,10 @@ def _annie_quant(case: GemmCase) -> np.ndarray:
 
 
 def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
-    """Run vLLM's weight-only kernel after its own preparation of a layer. The activations are exact in bf16."""
+    """Run vLLM's weight-only kernel after its own preparation of a layer.
+
+    The activations are exact in bf16.
+    """
     import torch
 
     layer: Any = torch.nn.Module()
@@ -347,7 +366,10 @@ def _flashinfer() -> Iterator[Backend]:
 
 
 def has_fp4_units() -> bool:
-    """Return whether the first GPU is of Blackwell's generation or later; True where none can be queried."""
+    """Return whether the first GPU is of Blackwell's generation or later.
+
+    True where none can be queried.
+    """
     try:
         return device_count() == 0 or int(native().device_info(0)["major"]) >= 10
     except EnvironmentFault:  # without _gemm
@@ -395,12 +417,18 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> subprocess.Com
 
 
 def last_json_line(output: str) -> str | None:
-    """Return the last line that holds a JSON object, or None: the imports of a stack may print around it."""
+    """Return the last line that holds a JSON object, or None.
+
+    The imports of a stack may print around it.
+    """
     return next((line for line in reversed(output.splitlines()) if line.startswith("{")), None)
 
 
 def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
-    """`judge` one backend in a separate process. If that gives no result: failed, with the last line of its output."""
+    """`judge` one backend in a separate process.
+
+    If that gives no result: failed, with the last line of its output.
+    """
     try:
         process = run_module("annie_quant.gemm.stack_check", stack, name, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
@@ -424,9 +452,10 @@ def _failed(name: str, reason: str, output: str) -> BackendResult:
 
 # ---- in a container: one command as a list of arguments, the code on its standard input
 #
-# A running container is entered (`docker exec`); any other name is an image that is started for the check (`docker run --rm`).
-# Nothing is mounted or installed there: the few pure Python files that this module needs are a zip archive in the script that
-# Python reads. It needs Python 3.10 with NumPy, which all serving stacks have.
+# A running container is entered (`docker exec`); any other name is an image that is started for the
+# check (`docker run --rm`). Nothing is mounted or installed there: the few pure Python files that
+# this module needs are a zip archive in the script that Python reads. It needs Python 3.10 with
+# NumPy, which all serving stacks have.
 
 PROGRAMS = ("docker", "podman")
 PACKAGE = Path(__file__).parents[1]
@@ -457,7 +486,10 @@ def container_script(stack: str) -> str:
 
 
 def container_command(target: str, program: str, running: bool) -> list[str]:
-    """Return the command as a list of arguments (no shell). target: a running container's name or an image."""
+    """Return the command as a list of arguments (no shell).
+
+    target: a running container's name or an image.
+    """
     if not target or target.startswith("-"):
         raise UsageError(
             f"{target!r} is not the name of a container or an image", "docker ps; docker images"
@@ -468,7 +500,10 @@ def container_command(target: str, program: str, running: bool) -> list[str]:
 
 
 def plan_container(target: str, stack: str) -> list[str]:
-    """Return the command for `target` on this machine. Runs the container program only to check what is running."""
+    """Return the command for `target` on this machine.
+
+    Runs the container program only to check what is running.
+    """
     container_script(stack)
     program = next((p for p in PROGRAMS if shutil.which(p)), None)
     if program is None:
@@ -489,7 +524,10 @@ def plan_container(target: str, stack: str) -> list[str]:
 
 
 def examine_container(target: str, stack: str, timeout_s: float = 1800.0) -> StackResult:
-    """Run `examine` in the container. EnvironmentFault: no result, with the last line of its output."""
+    """Run `examine` in the container.
+
+    EnvironmentFault: no result, with the last line of its output.
+    """
     argv = plan_container(target, stack)
     if shutil.which(argv[0]) is None:
         raise EnvironmentFault(

@@ -1,18 +1,23 @@
-"""The W4A16 product as a torch operator, for torch.compile, CUDA graphs and servers: torch.ops.annie_quant.nvfp4_linear.
+"""The W4A16 product as a torch operator, for torch.compile, CUDA graphs and servers.
+
+torch.ops.annie_quant.nvfp4_linear.
 
     weight = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once
     aq.gemm.torch_op.register()
     out = torch.ops.annie_quant.nvfp4_linear(x, *weight)
 
-The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed like any buffer of a module. The tensor scale is
-a tensor on the CPU: it is read without waiting for the GPU, and compiled graphs do not hold its value, so that layers of one shape
-share their compiled code and a graph from a cache serves another checkpoint.
+The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed like any buffer of
+a module. The tensor scale is a tensor on the CPU: it is read without waiting for the GPU, and
+compiled graphs do not hold its value, so that layers of one shape share their compiled code and a
+graph from a cache serves another checkpoint.
 
-On a GPU with programmatic dependent launch (from sm_90), a product reads the packed weight before the previous kernel of the
-stream has ended. That kernel must not write the weight; one more kernel, or torch.cuda.synchronize(), between the two is enough.
+On a GPU with programmatic dependent launch (from sm_90), a product reads the packed weight before
+the previous kernel of the stream has ended. That kernel must not write the weight; one more kernel,
+or torch.cuda.synchronize(), between the two is enough.
 
-A call launches on torch's current stream, finds its plan in C, and takes output and workspace from torch's allocator, so it
-can be captured in a CUDA graph. Rows of x that a kernel cannot read (strides, alignment) are copied first.
+A call launches on torch's current stream, finds its plan in C, and takes output and workspace from
+torch's allocator, so it can be captured in a CUDA graph. Rows of x that a kernel cannot read
+(strides, alignment) are copied first.
 """
 
 from __future__ import annotations
@@ -38,7 +43,10 @@ SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
 
 class Prepared(NamedTuple):
-    """A repacked weight [n, k]. packed: uint8 tensor on the GPU; tensor_scale: float32 [] on the CPU."""
+    """A repacked weight [n, k].
+
+    packed: uint8 tensor on the GPU; tensor_scale: float32 [] on the CPU.
+    """
 
     packed: Tensor
     tensor_scale: Tensor
@@ -69,7 +77,10 @@ def check_operand(
     size: int | None = None,
     align: int = 16,
 ) -> None:
-    """Raise UsageError unless a kernel can read a tensor: its dtype, device and number of elements, contiguous and aligned."""
+    """Raise UsageError unless a kernel can read a tensor.
+
+    Its dtype, device and number of elements, contiguous and aligned.
+    """
     well_formed = tensor.dtype is dtype and tensor.device == device and tensor.is_contiguous()
     if (
         not well_formed
@@ -90,7 +101,11 @@ def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
     module = native()
     device = packed.device.index
     k = x.shape[-1]
-    kind = BF16 if x.dtype is torch.bfloat16 else F16 if x.dtype is torch.float16 else None
+    kind = None
+    if x.dtype is torch.bfloat16:
+        kind = BF16
+    elif x.dtype is torch.float16:
+        kind = F16
     if kind is None or x.device != packed.device or not x.is_cuda:
         raise UsageError(
             f"x is {x.dtype} on {x.device}, packed on {packed.device}; expected float16 or bfloat16 on one GPU"

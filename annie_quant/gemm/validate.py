@@ -1,7 +1,7 @@
 """Validation of NVFP4 arithmetic on this machine, driver and build.
 
-Every check compares with the float64 oracle or with the C codec. Every negative control plants a fault that the
-comparison must find. Without a GPU, EnvironmentFault (exit code 3).
+Every check compares with the float64 oracle or with the C codec. Every negative control plants a
+fault that the comparison must find. Without a GPU, EnvironmentFault (exit code 3).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison. ok: None where it could not be made here. detail: the measured error, or what differs."""
+    """One comparison.
+
+    ok: None where it could not be made here. detail: the measured error, or what differs.
+    """
 
     name: str
     ok: bool | None
@@ -35,7 +38,10 @@ class Check:
 
 @dataclass
 class Validation:
-    """Result of `validate`. ok: every check was made and passed, and no backend of the serving stack was wrong."""
+    """Result of `validate`.
+
+    ok: every check was made and passed, and no backend of the serving stack was wrong.
+    """
 
     device: JsonObject
     paths: dict[str, str]
@@ -52,7 +58,10 @@ class Validation:
 
 
 def validate(stack: str | None = None) -> Validation:
-    """Check all kernels on GPU 0. stack: also those of an installed serving stack: torch, vllm, flashinfer or all."""
+    """Check all kernels on GPU 0.
+
+    stack: also those of an installed serving stack: torch, vllm, flashinfer or all.
+    """
     need_device()
     info = native().device_info(0)
     has_native = fp4_native()
@@ -226,7 +235,9 @@ TOKENS = (1, 8, 16, 64, 256, 4096)
 
 
 def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]:
-    """Return whether the module has native FP4 code for a GPU of SM12x, and in words; None on other GPUs, which cannot run it.
+    """Return whether the module has native FP4 code for a GPU of SM12x, and in words.
+
+    None on other GPUs, which cannot run it.
 
     architectures: of _gemm.ARCHS; capability: of the GPU, as "12.1".
     """
@@ -239,7 +250,10 @@ def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]
 
 
 def largest_need(limits: Limits) -> int:
-    """Return the most shared memory per block of the plans for a 9B's products. Raises CudaError where a product has none."""
+    """Return the most shared memory per block of the plans for a 9B's products.
+
+    Raises CudaError where a product has none.
+    """
     module = native()
     most = 0
     for n, k in SHAPES:

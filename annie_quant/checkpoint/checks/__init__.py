@@ -1,8 +1,8 @@
 """The checks of an audit, one module per subject, and the codes of their findings.
 
-A check takes a QuantizedFolder and yields findings; none raises on a fault. `annie-quant explain CODE` prints what a code of a
-finding or of a ShardError means and what to do. The texts are in assets/codes.json; tests/checkpoint/test_codes.py compares them
-with the codes in this package.
+A check takes a QuantizedFolder and yields findings; none raises on a fault. `annie-quant explain
+CODE` prints what a code of a finding or of a ShardError means and what to do. The texts are in
+assets/codes.json; tests/checkpoint/test_codes.py compares them with the codes in this package.
 """
 
 from __future__ import annotations
@@ -61,5 +61,8 @@ def fault(code: str, tensor: str, problem: str) -> Finding:
 
 
 def finding_of(error: ShardError, tensor: str = "") -> Finding:
-    """Return the finding that reports an error. tensor: what was read, for an error that names no tensor."""
+    """Return the finding that reports an error.
+
+    tensor: what was read, for an error that names no tensor.
+    """
     return Finding(error.code, error.tensor or tensor, error.message)

@@ -1,9 +1,12 @@
-"""Check that nothing was lost: the decoder's tensors, experts, the head for multi-token prediction, the vision tower.
+"""Check that nothing was lost.
 
-No file is invalid where a tensor is lost, and not every loader reports it: transformers initializes it with random values, and
-reads neither head nor tower from a text checkpoint. Without its weights none of the MTP head's tokens are accepted
-(vLLM #35548); of a head in NVFP4, 0 of 24 drafts were accepted, against 48 % in 16 bits. ModelOpt leaves merged experts
-unquantized without a message (#1340) and writes dead experts and scales that underflow (#1382, #1421); vLLM drops the scales of
+The decoder's tensors, experts, the head for multi-token prediction, the vision tower.
+
+No file is invalid where a tensor is lost, and not every loader reports it: transformers initializes
+it with random values, and reads neither head nor tower from a text checkpoint. Without its weights
+none of the MTP head's tokens are accepted (vLLM #35548); of a head in NVFP4, 0 of 24 drafts were
+accepted, against 48 % in 16 bits. ModelOpt leaves merged experts unquantized without a message
+(#1340) and writes dead experts and scales that underflow (#1382, #1421); vLLM drops the scales of
 merged experts when it loads them (#49638).
 """
 
@@ -20,7 +23,7 @@ from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.checks.source import same_tensor
 from annie_quant.checkpoint.checks.tensors import QUANTIZED_SUFFIXES
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import covering_pattern, owned_tensors
+from annie_quant.checkpoint.linears import Linear, covering_pattern, owned_tensors
 from annie_quant.checkpoint.runtime_names import is_multimodal
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.documents import Finding
@@ -34,7 +37,8 @@ EMBEDDING = "embed_tokens"
 NORM = "norm"
 HEAD = "lm_head"
 MAX_LAYERS = 10_000
-# Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model computes itself.
+# Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model
+# computes itself.
 OPTIONAL = (
     *QUANTIZED_SUFFIXES,
     ".input_scale",
@@ -56,14 +60,14 @@ def check_decoder(model: QuantizedFolder, source: ModelFolder | None) -> Iterato
 
 
 def check_unlisted(folder: ModelFolder) -> Iterator[Finding]:
-    """Check that the index lists every tensor of a shard in that shard: loaders differ in whether they use an unlisted one."""
+    """Check that the index lists every tensor of a shard in that shard.
+
+    Loaders differ in whether they use an unlisted one.
+    """
     for name, file in folder.unlisted:
         if name in folder:
-            yield fault(
-                "duplicate_tensor",
-                name,
-                f"in {file}, and {INDEX} lists it in {folder.info(name).file}",
-            )
+            problem = f"in {file}, and {INDEX} lists it in {folder.info(name).file}"
+            yield fault("duplicate_tensor", name, problem)
         else:
             yield fault("index_mismatch", name, f"in {file}, and {INDEX} does not list it")
 
@@ -91,50 +95,51 @@ def module_in_layer(family: models.Family, name: str) -> str:
 
 
 def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[Finding]:
-    """Check that the layers are those that config.json counts, and that layers of one kind have the same modules."""
+    """Check that the layers are those that config.json counts, and complete.
+
+    Layers of one kind must have the same modules.
+    """
     count = folder.text_config.get("num_hidden_layers")
-    if count is not None and (type(count) is not int or count < 1):
+    is_count = type(count) is int and count > 0
+    if count is not None and not is_count:
         problem = f"num_hidden_layers is {str(count)[:40]!r}, expected a positive number"
         yield fault("config_unreadable", "config.json", problem)
     prefix = next((n.rpartition(".")[0] for n in map(models.layer_of, folder) if n), "")
-    if layers and type(count) is int and 0 < count < MAX_LAYERS:
-        missing = sorted(set(range(count)) - set(layers))
+
+    def lost(number: int, problem: str) -> Finding:
+        return fault("decoder_incomplete", f"{prefix}.{number}", problem)
+
+    if layers and is_count and count < MAX_LAYERS:
+        expected = set(range(count))
+        missing = sorted(expected - layers.keys())
+        extra = sorted(layers.keys() - expected)
         if missing:
-            problem = f"no tensor of this layer, and of {len(missing)} of the {count} layers that config.json counts"
-            yield fault("decoder_incomplete", f"{prefix}.{missing[0]}", problem)
-        extra = sorted(set(layers) - set(range(count)))
+            which = f"of {len(missing)} of the {count} layers that config.json counts"
+            yield lost(missing[0], f"no tensor of this layer, and {which}")
         if extra:
-            yield fault(
-                "decoder_incomplete", f"{prefix}.{extra[0]}", f"config.json counts {count} layers"
-            )
-    experts = folder.family.experts
-    deltanet = folder.family.deltanet
+            yield lost(extra[0], f"config.json counts {count} layers")
     kinds: dict[tuple[bool, bool, bool], dict[int, set[str]]] = defaultdict(dict)
     for number, modules in layers.items():
-        attention = any(models.is_attention(f"{prefix}.{number}.{module}") for module in modules)
-        recurrent = deltanet is not None and not modules.isdisjoint(
-            (deltanet.output, deltanet.log_decay)
-        )
-        kinds[attention, recurrent, experts is not None and experts.module in modules][number] = (
-            modules
-        )
+        kinds[kind_of_layer(folder.family, modules)][number] = modules
     for (attention, recurrent, _), alike in kinds.items():
-        expected = set().union(*alike.values())
+        all_modules = set().union(*alike.values())
         for number, modules in sorted(alike.items()):
-            lost = sorted(expected - modules)
+            names = sorted(all_modules - modules)
             if not (attention or recurrent) and len(kinds) > 1:
-                yield fault(
-                    "decoder_incomplete",
-                    f"{prefix}.{number}",
-                    "no attention, and other layers have one",
-                )
-            elif lost:
-                which = f"{', '.join(lost[:3])}{' …' if len(lost) > 3 else ''}"
-                yield fault(
-                    "decoder_incomplete",
-                    f"{prefix}.{number}",
-                    f"{which}: missing, and other layers have it",
-                )
+                yield lost(number, "no attention, and other layers have one")
+            elif names:
+                shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+                yield lost(number, f"{shown}: missing, and other layers have it")
+
+
+def kind_of_layer(family: models.Family, modules: set[str]) -> tuple[bool, bool, bool]:
+    """Return whether a layer has attention with a KV cache, DeltaNet, and experts."""
+    attention = any(module.startswith("self_attn.") for module in modules)
+    deltanet = family.deltanet
+    recurrent = deltanet is not None and not modules.isdisjoint(
+        (deltanet.output, deltanet.log_decay)
+    )
+    return attention, recurrent, family.experts is not None and family.experts.module in modules
 
 
 def check_outside(folder: ModelFolder) -> Iterator[Finding]:
@@ -167,13 +172,19 @@ def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
 
 
 def may_be_tied(folder: ModelFolder) -> bool:
-    """Return whether the head may be the embedding. Classes have different defaults, so only an explicit False excludes it."""
+    """Return whether the head may be the embedding.
+
+    Classes have different defaults, so only an explicit False excludes it.
+    """
     stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
     return stated is not False
 
 
 def is_missing(folder: ModelFolder, name: str) -> bool:
-    """Return whether a tensor is there in no form: neither by any of its names, nor under compressed-tensors' name of codes."""
+    """Return whether a tensor is there in no form.
+
+    Neither by any of its names, nor under compressed-tensors' name of codes.
+    """
     packed = any(f"{n}_packed" in folder for n in models.aliases(name) if n.endswith(".weight"))
     return folder.find(name) is None and not packed
 
@@ -203,7 +214,10 @@ def missing_tensors(folder: ModelFolder, source: ModelFolder) -> list[str]:
 
 
 def describe_mtp(model: QuantizedFolder) -> str | None:
-    """Return the head's number of weights per format ("15 BF16"), "missing", or None for a model without a head."""
+    """Return the head's number of weights per format ("15 BF16"), "missing", or None.
+
+    None for a model without a head.
+    """
     folder = model.folder
     names = mtp_tensors(model.folder)
     if not names:
@@ -240,26 +254,20 @@ def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Itera
 
 
 def check_lost(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
-    """Check that the head and the tower of the source are there, and that the tower's bytes are the source's."""
+    """Check that the source's head and tower are there, and that the tower has the same bytes."""
     lost: dict[str, list[str]] = defaultdict(list)
     for name in missing_tensors(folder, source):
         lost["vision_missing" if folder.family.in_vision(name) else "mtp_missing"].append(name)
     for code, names in lost.items():
-        yield fault(
-            code,
-            names[0],
-            f"{len(names)} such tensors of the source are missing (audit --repair --source)",
-        )
+        problem = "such tensors of the source are missing (audit --repair --source)"
+        yield fault(code, names[0], f"{len(names)} {problem}")
     for name in vision_tensors(folder):
         original = source.find(name)
         if original is None:
             yield fault("vision_differs", name, "the source has no such tensor")
         elif not same_tensor(folder, name, source, original):
-            yield fault(
-                "vision_differs",
-                name,
-                "not the source's bytes; the vision tower must stay as it is",
-            )
+            problem = "not the source's bytes; the vision tower must stay as it is"
+            yield fault("vision_differs", name, problem)
 
 
 def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding]:
@@ -299,27 +307,27 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
 
 
 def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding]:
-    """Check that the head's layers have the MLP and the attention of a decoder layer; without them its drafts are noise.
+    """Check that the head's layers have the MLP and the attention of a decoder layer.
+
+    Without them its drafts are noise.
 
     decoder: names, inside a decoder layer, of the tensors that stand for weights.
     """
     family = folder.family
-    experts = folder.family.experts
+    experts = family.experts
     inside: dict[str, set[str]] = defaultdict(set)
     for name in mtp_tensors(folder):
         layer = models.layer_of(name)
         if layer:
             inside[layer].add(module_in_layer(family, name))
-    names = {n: f"model.layers.0.{n}" for n in decoder}
-    expected = {
-        module_in_layer(family, full)
-        for n, full in names.items()
-        if n.startswith("mlp.") or models.is_attention(full)
-    }
+    expected = set()
+    for name in decoder:
+        if name.startswith(("mlp.", "self_attn.")) and not name.endswith(("k_scale", "v_scale")):
+            expected.add(module_in_layer(family, f"model.layers.0.{name}"))
     for layer, modules in sorted(inside.items()):
-        for module in sorted(
-            m for m in expected - modules if not m.endswith(("k_scale", "v_scale"))
-        ):
+        missing = sorted(expected - modules)
+        if missing:
+            module = missing[0]
             which = " of all experts" if experts and module == experts.module else ""
             problem = f"the MTP head's layer lacks the tensors{which} of {module}"
             yield fault("mtp_missing", f"{layer}.{module}", problem)
@@ -327,24 +335,24 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
 
 
 def shape_of(model: QuantizedFolder, name: str) -> tuple[int, ...] | None:
-    """Return the shape of the weight that a tensor stands for, or None for a tensor of a quantizer."""
-    module = name.removesuffix(".weight")
-    linears = model.linears
-    if module in linears and name.endswith(".weight"):
-        try:
-            return linears[module].shape(model.folder)
-        except ShardError:
-            return None
-    is_scale = (
-        name.rpartition(".")[2] not in ("weight", "bias") and name.rpartition(".")[0] in linears
-    )
-    return None if is_scale else model.folder.info(name).shape
+    """Return the shape of the weight that a tensor stands for; None for a quantizer's tensor."""
+    module, _, end = name.rpartition(".")
+    linear = model.linears.get(module)
+    if linear is None or end == "bias":
+        return model.folder.info(name).shape
+    if end != "weight":
+        return None
+    try:
+        return linear.shape(model.folder)
+    except ShardError:
+        return None
 
 
 # ---- mixtures of experts: complete, in one format, with scales, and with scales of similar size
 
-# Largest factor between a scale of one expert and the layer's median. Weights of trained experts differ by about ten;
-# activations by more, but an expert that saw no token has an input scale of some epsilon.
+# Largest factor between a scale of one expert and the layer's median. Weights of trained experts
+# differ by about ten; activations by more, but an expert that saw no token has an input scale of
+# some epsilon.
 SCALE_RANGES = {"tensor": 100.0, "input": 1000.0}
 PACKED = ("U8", "I8", "F8_E4M3")
 # Ends of the names of a merged tensor's codes, and of its block scales or scales per expert.
@@ -387,29 +395,35 @@ def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
 def check_numbers(
     module: str, experts: Experts, weights: list[str], expected: object
 ) -> Iterator[Finding]:
-    """Check that the experts of a layer are 0..n-1, that each has every linear, and that n is the configuration's."""
+    """Check that the experts of a layer are 0..n-1, and that each has every linear.
+
+    expected: the number of experts in the configuration.
+    """
     numbers: dict[str, set[int]] = defaultdict(set)
     for expert in map(experts.split, weights):
         if expert:
             numbers[expert[2]].add(expert[1])
-    largest = max(max(n) for n in numbers.values()) + 1
-    count = expected if isinstance(expected, int) and expected > 0 else largest
+    count = max(map(max, numbers.values())) + 1
+    if isinstance(expected, int) and expected > 0:
+        count = expected
     for name in experts.linears:
         stored = numbers[name]
-        missing = sorted(set(range(min(count, 1 << 16))) - stored)
-        if missing or len(stored) != count:
-            which = (
-                f"expert {missing[0]} has no {name}"
-                if missing
-                else f"expert {max(stored)} is one too many"
-            )
-            yield fault(
-                "expert_count", module, f"{len(stored)} of {count} experts with {name}; {which}"
-            )
+        missing = set(range(min(count, 1 << 16))) - stored
+        if missing:
+            which = f"expert {min(missing)} has no {name}"
+        elif len(stored) != count:
+            which = f"expert {max(stored)} is one too many"
+        else:
+            continue
+        problem = f"{len(stored)} of {count} experts with {name}; {which}"
+        yield fault("expert_count", module, problem)
 
 
 def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> Iterator[Finding]:
-    """Check that all experts of a layer have one format: servers run them as one matrix multiplication."""
+    """Check that all experts of a layer have one format.
+
+    Servers run them as one matrix multiplication.
+    """
     formats = defaultdict(list)
     for name in weights:
         linear = name.rpartition(".")[0]
@@ -427,21 +441,14 @@ def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> It
 
 def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Iterator[Finding]:
     """Check that no expert's scale is far from those of the layer's other experts."""
-    folder = model.folder
-    inside = [
-        x for n, x in model.linears.items() if n.startswith(f"{module}.") and experts.split(n)
-    ]
+    scale_of = {"tensor": Linear.tensor_scale, "input": Linear.input_scale}
     for kind, limit in SCALE_RANGES.items():
         by_linear: dict[str, dict[str, float]] = defaultdict(dict)
-        for x in inside:
+        for x in model.linears.values():
+            if not x.name.startswith(f"{module}.") or not experts.split(x.name):
+                continue
             try:
-                scale = (
-                    x.input_scale(folder)
-                    if kind == "input"
-                    else x.tensor_scale(folder)
-                    if x.global_scale
-                    else None
-                )
+                scale = scale_of[kind](x, model.folder)
             except ShardError:
                 continue  # reported by the check of the linear itself
             value = float(scale.multiplier) if scale else 0.0
@@ -453,11 +460,8 @@ def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Itera
             for name, value in values.items():
                 if not median / limit <= value <= median * limit:
                     others = f"the median of the layer's experts is {median:.3g}"
-                    yield fault(
-                        "expert_scale_range",
-                        name,
-                        f"{kind} scale {value:.3g}, and {others}; {reason}",
-                    )
+                    problem = f"{kind} scale {value:.3g}, and {others}; {reason}"
+                    yield fault("expert_scale_range", name, problem)
 
 
 def check_router(
@@ -475,7 +479,10 @@ def check_router(
 def check_merged(
     model: QuantizedFolder, name: str, base: str, expected: object
 ) -> Iterator[Finding]:
-    """Check merged experts: their number, their scales where they are packed, and that plain ones are excluded."""
+    """Check merged experts.
+
+    Their number, their scales where they are packed, and that plain ones are excluded.
+    """
     folder = model.folder
     config = model.config
     info = folder.info(name)
@@ -510,7 +517,10 @@ def check_merged(
 
 
 def codes_base(folder: ModelFolder, name: str, experts: Experts) -> str | None:
-    """Return the name without its end, of a three-dimensional tensor with all experts of a layer; None of any other."""
+    """Return the name without its end, of a three-dimensional tensor with all experts of a layer.
+
+    None of any other.
+    """
     if len(folder.info(name).shape) != 3:
         return None
     bases = (name.removesuffix(end) for end in CODES if name.endswith(end))

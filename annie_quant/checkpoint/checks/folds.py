@@ -1,11 +1,12 @@
 """Check that scales which were moved between tensors (AWQ, SmoothQuant) cancel, so that the model computes the same.
 
-A fold divides what produces a linear's input by s and multiplies the linear's columns by s. The outputs of a linear for an
-input in one channel alone are that channel's gain times the linear's column, so both products are compared, column by column:
-ours ~ diag(r) theirs diag(s) with s from the norm's own weights, or from the rows of the linear before it. A column may differ
-by what rounding can do to it: half a step of the format in each of its elements. Rows may have factors of their own where
-the next linear cancels them.
-Where a norm computes (1 + w) the right fold is (1 + w) / s - 1; ModelOpt 0.47's AWQ export writes w / s for Qwen3.5
+A fold divides what produces a linear's input by s and multiplies the linear's columns by s. The
+outputs of a linear for an input in one channel alone are that channel's gain times the linear's
+column, so both products are compared, column by column: ours ~ diag(r) theirs diag(s) with s from
+the norm's own weights, or from the rows of the linear before it. A column may differ by what
+rounding can do to it: half a step of the format in each of its elements. Rows may have factors of
+their own where the next linear cancels them. Where a norm computes (1 + w) the right fold is (1 +
+w) / s - 1; ModelOpt 0.47's AWQ export writes w / s for Qwen3.5
 (modelopt/torch/export/quant_utils.py lists other models' norms only).
 """
 
@@ -27,7 +28,8 @@ from annie_quant.models import LinearInput
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
+# Of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
+ROW_TOLERANCE = 0.025
 COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows
 PLAIN_STEP = 2.0**-8  # relative rounding of a weight in 16 bits that was multiplied by a scale
 FP8_STEP = 2.0**-4  # half a step of E4M3, relative
@@ -36,7 +38,8 @@ SUBNORMAL_SCALE = (
 )  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
 CERTAIN = 0.4  # columns whose rounding explains less than this show how factors depend on scales
 LEAST_SPREAD = 0.05  # standard deviation of log(scale) from which that dependence can be measured
-MAX_DEPENDENCE = 0.25  # slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
+# Slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
+MAX_DEPENDENCE = 0.25
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ class Fit:
 
     @property
     def dependence(self) -> float:
-        """Return the slope of log(column) over log(scale); 0 where scales or rounding do not allow to measure it."""
+        """Return the slope of log(column) over log(scale).
+
+        0 where scales or rounding do not allow to measure it.
+        """
         certain = (self.allowed < CERTAIN) & (self.columns > 0) & (self.scales > 0)
         x = np.log(self.scales[certain])
         y = np.log(self.columns[certain])
@@ -106,7 +112,9 @@ def ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
 
 
 def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> np.ndarray:
-    """Return the largest change of every element of a linear by rounding to nearest: float32 [N, K].
+    """Return the largest change of every element of a linear by rounding to nearest.
+
+    float32 [N, K].
 
     linear: None for a linear that is not quantized.
     ours: its dequantized weight.
@@ -144,7 +152,8 @@ def compare(
     energy = np.einsum("ij,ij->j", expected, expected)
     reach = np.einsum("ij,ij->j", steps, np.abs(expected))
     allowed = np.divide(reach, energy, out=np.full(len(energy), np.inf), where=energy > 0)
-    # One uniform factor can belong to rows or columns: it is measured on the columns that rounding changed least.
+    # One uniform factor can belong to rows or columns: it is measured on the columns that rounding
+    # changed least.
     uniform = abs(float(np.median(c[allowed <= np.median(allowed)]))) or 1.0
     variance = ratio(
         np.einsum("ij,ij->i", np.square(steps) / 3, np.square(expected)),
@@ -157,7 +166,10 @@ def compare(
 
 
 def check(model: QuantizedFolder, source: ModelFolder, layers: set[str]) -> Iterator[Finding]:
-    """Yield a finding for every moved scale that its neighbour does not cancel. layers: names of the layers to check."""
+    """Yield a finding for every moved scale that its neighbour does not cancel.
+
+    layers: names of the layers to check.
+    """
     for layer in sorted(layers - {""}):
         yield from LayerCheck(model, source, layer).run()
 
@@ -195,14 +207,20 @@ class LayerCheck:
                 yield fault("large_error", name, problem)
 
     def source_shape(self, module: str) -> tuple[int, ...] | None:
-        """Return the shape of a linear's weight in the source, or None where the source has no such linear."""
+        """Return the shape of a linear's weight in the source, or None.
+
+        None where the source has no such linear.
+        """
         original = self.source.find(f"{module}.weight")
         return self.source.info(original).shape if original else None
 
     def compared(
         self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0
     ) -> Fit | None:
-        """Return a linear compared with the source's; None where one of them lacks it, or it cannot be read (a finding)."""
+        """Return a linear compared with the source's.
+
+        None where one of them lacks it, or it cannot be read (a finding).
+        """
         original = self.source.find(f"{name}.weight")
         linear = self.model.linears.get(name)
         stored = linear.weight if linear else f"{name}.weight"
@@ -257,7 +275,9 @@ class LayerCheck:
     def behind(
         self, reader: str, theirs: np.ndarray, ours: np.ndarray, stored: np.ndarray
     ) -> Fit | None:
-        """Return a linear compared under the scale of the norm's gains: theirs / ours, both [K] or of one head.
+        """Return a linear compared under the scale of the norm's gains.
+
+        Theirs / ours, both [K] or of one head.
 
         stored: magnitudes of the norm's own weights, whose 16 bits limit the gain's precision.
         """
@@ -345,7 +365,9 @@ def described(result: Fit) -> str:
 
 
 def rows_as_columns(rows: np.ndarray, width: int, heads: object) -> np.ndarray:
-    """Return a producer's row factors as its consumer's columns: value heads are repeated for grouped queries.
+    """Return a producer's row factors as its consumer's columns.
+
+    Value heads are repeated for grouped queries.
 
     width: the consumer's columns.
     heads: num_attention_heads of config.json.

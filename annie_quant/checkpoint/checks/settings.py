@@ -1,9 +1,10 @@
 """Check the quantization settings against the tensors and each other, and the scales of an FP8 KV cache.
 
-Servers multiply an FP8 KV cache by k_scale and v_scale, which are 1.0 where they are missing or not calibrated (sgl-cookbook #237);
-vLLM cannot calibrate them itself for hybrid models. ModelOpt's `fp8_cast` means 1.0 (amax 448): 0.47 then stores no scale, other
-versions store 1.0, and until 0.42 ModelOpt raised calibrated scales to 1.0. A ModelOpt quantizer without calibration stores no
-scale, so a 1.0 of ModelOpt is never a missing calibration; a 1.0 of any other producer is.
+Servers multiply an FP8 KV cache by k_scale and v_scale, which are 1.0 where they are missing or not
+calibrated (sgl-cookbook #237); vLLM cannot calibrate them itself for hybrid models. ModelOpt's
+`fp8_cast` means 1.0 (amax 448): 0.47 then stores no scale, other versions store 1.0, and until 0.42
+ModelOpt raised calibrated scales to 1.0. A ModelOpt quantizer without calibration stores no scale,
+so a 1.0 of ModelOpt is never a missing calibration; a 1.0 of any other producer is.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def unread_method(model: QuantizedFolder) -> Finding | None:
 
 
 def check_algorithm(model: QuantizedFolder) -> None:
-    """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
+    """Raise CheckpointError for an algorithm that is not known here.
+
+    Its activation scales may have another meaning.
+    """
     algo = model.config.algo
     path = model.folder.path
     if algo and algo not in KNOWN_ALGORITHMS:
@@ -186,7 +190,8 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
 def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Finding]:
     """Check that the keys and values of every layer have a scale if any has, and that a static scheme has them.
 
-    compressed-tensors' kv_cache_scheme promises calibrated scales; ModelOpt's settings do not (fp8_cast stores none).
+    compressed-tensors' kv_cache_scheme promises calibrated scales; ModelOpt's settings do not
+    (fp8_cast stores none).
     """
     ends: dict[str, set[str]] = {}
     for name in folder:
@@ -221,7 +226,9 @@ def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Find
 
 
 def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
-    """Return the names of the scales that a copy keeps: none where all are the 1.0 of a cast, the servers' default.
+    """Return the names of the scales that a copy keeps.
+
+    None where all are the 1.0 of a cast, the servers' default.
 
     The copy has another producer, so scales of 1.0 in it would mean a missing calibration.
     """
@@ -231,7 +238,10 @@ def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
 
 
 def is_cast(config: QuantConfig) -> bool:
-    """Return whether scales of 1.0 are intended: the settings name a cast without calibration, or ModelOpt as the producer."""
+    """Return whether scales of 1.0 are intended.
+
+    The settings name a cast without calibration, or ModelOpt as the producer.
+    """
     producer = config.raw.get("producer")
     version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
     return bool(MODELOPT_VERSION.match(version)) or any(

@@ -1,4 +1,7 @@
-"""Compare a checkpoint with the bf16 checkpoint it was made from: the error of each tensor, and unexpected changes."""
+"""Compare a checkpoint with the bf16 checkpoint it was made from.
+
+The error of each tensor, and unexpected changes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from annie_quant.documents import Finding
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-# NVFP4 on Gaussian weights: .095 by amax, .081 by the best search; Student-t and outliers stay under .13.
+# NVFP4 on Gaussian weights: .095 by amax, .081 by the best search; Student-t and outliers stay
+# under .13.
 SUSPICIOUS_ERROR = 0.2
 SAME_VALUES = 2**-8  # relative error of a tensor that was rounded to another 16-bit type
 PLAIN_FOLD_ERROR = 0.02  # of an unquantized linear with folded scales, against the fit
@@ -156,7 +160,8 @@ def float32(folder: ModelFolder, name: str) -> np.ndarray:
 def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Return the relative L2 distance of two arrays; NaN where `ours` holds NaN.
 
-    Pieces are summed in float32 and added up in float64: exact to five digits, and as fast as a disk reads.
+    Pieces are summed in float32 and added up in float64: exact to five digits, and as fast as a
+    disk reads.
     """
     a = ours.reshape(-1)
     b = theirs.reshape(-1)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
 CHUNK_BYTES = 1 << 24
-# Smaller bytes are subnormal (below 2^-6): they have fewer bits, and vLLM's Marlin kernels read them as 0 (#34577, #37502).
+# Smaller bytes are subnormal (below 2^-6): they have fewer bits, and vLLM's Marlin kernels read
+# them as 0 (#34577, #37502).
 SMALLEST_NORMAL = 0x08
 SUBNORMAL_SHARE = 0.01  # of the blocks with values; weights normally have a few such blocks
 QUANTIZED_SUFFIXES = (
@@ -109,7 +110,10 @@ def scale_faults(kind: str, name: str, value: float) -> Iterator[Finding]:
 
 
 def layout_faults(config: QuantConfig, scales: TensorInfo, group: int | None) -> Iterator[Finding]:
-    """Check the type and the number of block scales. group: columns per scale; None for another type than E4M3."""
+    """Check the type and the number of block scales.
+
+    group: columns per scale; None for another type than E4M3.
+    """
     if group is None:
         yield fault("scale_dtype", scales.name, f"{scales.dtype}, expected F8_E4M3")
     elif group % 16:
@@ -201,7 +205,10 @@ def block_faults(counts: BlockCounts, x: Linear, scales: str, columns: int) -> I
 
 
 def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
-    """Check codes and scales of an FP8 linear: one scale for the tensor, per row ([out] or [out, 1]) or per block."""
+    """Check codes and scales of an FP8 linear.
+
+    One scale for the tensor, per row ([out] or [out, 1]) or per block.
+    """
     if x.block_scale is None:
         missing = "weight_scale_inv" if x.block else "weight_scale"
         yield fault("fp8_scale_missing", x.name, f"{x.weight} is in FP8 and has no {missing}")

@@ -1,4 +1,6 @@
-"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors.
+"""compressed-tensors' `nvfp4-pack-quantized` layout.
+
+weight_packed, weight_scale, and global scales as divisors.
 
 Also its FP8 with a scale per tensor, per row or per block (llm-compressor's FP8_BLOCK).
 
@@ -166,7 +168,10 @@ def read(quant: JsonObject) -> QuantConfig:
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
-    """Plan the tensors of one linear in this layout; exact except for the reciprocal of the global scales."""
+    """Plan the tensors of one linear in this layout.
+
+    Exact except for the reciprocal of the global scales.
+    """
     input_scale = linear.input_scale(folder)
     if linear.format == "fp8":
         out = [copied(folder, linear.weight, f"{linear.name}.weight")]

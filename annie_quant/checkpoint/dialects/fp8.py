@@ -1,7 +1,10 @@
-"""FP8 with one scale per block of a weight, as Qwen and DeepSeek publish it: weight F8_E4M3 and weight_scale_inv.
+"""FP8 with one scale per block of a weight, as Qwen and DeepSeek publish it.
 
-W = code * weight_scale_inv of its block; the scale is a multiplier despite its name. This dialect is only read: `convert`
-writes 16-bit numbers (--to bf16) or a GGUF file. Source: transformers, integrations/finegrained_fp8.py (Fp8Dequantize).
+Weight F8_E4M3 and weight_scale_inv.
+
+W = code * weight_scale_inv of its block; the scale is a multiplier despite its name. This dialect
+is only read: `convert` writes 16-bit numbers (--to bf16) or a GGUF file. Source: transformers,
+integrations/finegrained_fp8.py (Fp8Dequantize).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ SCALE = "weight_scale_inv"
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout.
 
-    Settings without a block size are of another layout (one scale per tensor), which is not read here.
+    Settings without a block size are of another layout (one scale per tensor), which is not read
+    here.
     """
     quant = folder.quantization
     return names_dialect(folder, NAME, f".{SCALE}") and (
@@ -64,7 +68,8 @@ def config(folder: ModelFolder) -> QuantConfig:
 def read(quant: JsonObject) -> QuantConfig:
     """Read the settings. Fields of another type than expected read as absent.
 
-    An entry of modules_to_not_convert covers a module and what is inside it, as in transformers and vLLM.
+    An entry of modules_to_not_convert covers a module and what is inside it, as in transformers and
+    vLLM.
     """
     settings = read_struct(Fp8Settings, quant)
     dynamic = settings.activation_scheme == "dynamic"

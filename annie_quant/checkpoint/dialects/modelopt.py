@@ -1,4 +1,6 @@
-"""NVIDIA ModelOpt's layout: weight U8, weight_scale F8_E4M3, weight_scale_2 and input_scale as multipliers.
+"""NVIDIA ModelOpt's layout.
+
+Weight U8, weight_scale F8_E4M3, weight_scale_2 and input_scale as multipliers.
 
 It is also the layout in which linears are quantized here (nvfp4_tensors, fp8_tensors).
 
@@ -68,7 +70,8 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 def config(folder: ModelFolder) -> QuantConfig:
     """Return the settings of config.json's quantization_config, or where there is none of hf_quant_config.json.
 
-    The KV cache's format is in hf_quant_config.json alone in some releases, such as nvidia/Qwen3.6-35B-A3B-NVFP4.
+    The KV cache's format is in hf_quant_config.json alone in some releases, such as
+    nvidia/Qwen3.6-35B-A3B-NVFP4.
     """
     inline = folder.config.get("quantization_config")
     if not isinstance(inline, dict):
@@ -164,7 +167,10 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 def settings(
     formats: Mapping[str, Format], excluded: list[str], group: int, kv_cache: str | None = None
 ) -> QuantSettings:
-    """Return quantization_config for config.json, and hf_quant_config.json. Parameters: those of WritableDialect."""
+    """Return quantization_config for config.json, and hf_quant_config.json.
+
+    Parameters: those of WritableDialect.
+    """
     producer = {"name": NAME, "version": "annie_quant"}
     kinds = set(formats.values())
     common: JsonObject = {"producer": producer, "quant_method": NAME}
@@ -212,7 +218,9 @@ def nvfp4_tensors(
     input_scale: np.float32 | None = None,
     source_bytes: int | None = None,
 ) -> list[Planned]:
-    """Plan an NVFP4 linear: weight, weight_scale, weight_scale_2, and input_scale where it is given.
+    """Plan an NVFP4 linear.
+
+    Weight, weight_scale, weight_scale_2, and input_scale where it is given.
 
     shape: [out, in] of the weight.
     pack: yields the packed rows in order, in one or more pieces.
@@ -230,7 +238,8 @@ def nvfp4_tensors(
             yield packed.codes
 
     def scales() -> Iterator[np.ndarray]:
-        # The codes come first in the file and leave the scales here, unless they are in an earlier shard.
+        # The codes come first in the file and leave the scales here, unless they are in an earlier
+        # shard.
         if not block_scales:
             for _ in codes():
                 pass
@@ -270,7 +279,10 @@ def fp8_tensors(
 def fp8_channel_tensors(
     module: str, shape: tuple[int, int], rows: Callable[[], Iterator[np.ndarray]]
 ) -> list[Planned]:
-    """Plan an FP8 linear with a scale per row. rows: yields the weight's rows in order, in one or more pieces."""
+    """Plan an FP8 linear with a scale per row.
+
+    rows: yields the weight's rows in order, in one or more pieces.
+    """
     return [
         Planned(
             f"{module}.weight",

@@ -1,8 +1,11 @@
-"""How llama.cpp stores a model: the settings that it needs, tensor names, the order of DeltaNet's value heads, changed values.
+"""How llama.cpp stores a model.
 
-Source of the conventions: ggml-org/llama.cpp, conversion/qwen.py (Qwen3NextModel, _LinearAttentionVReorderBase,
-_Qwen35MtpMixin) and src/models/qwen35.cpp. The family has the names (annie_quant.models). Settings are checked against the tensors'
-shapes before anything is allocated: a vocab_size of 10^9 in config.json would otherwise become a list of as many tokens.
+The settings that it needs, tensor names, the order of DeltaNet's value heads, changed values.
+
+Source of the conventions: ggml-org/llama.cpp, conversion/qwen.py (Qwen3NextModel,
+_LinearAttentionVReorderBase, _Qwen35MtpMixin) and src/models/qwen35.cpp. The family has the names
+(annie_quant.models). Settings are checked against the tensors' shapes before anything is allocated:
+a vocab_size of 10^9 in config.json would otherwise become a list of as many tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ HINT = "copy config.json from the source checkpoint"
 
 
 class Rope(msgspec.Struct):
-    """Settings of the rotary embedding. full_attention, sliding_attention: those of one kind of layer, where they differ."""
+    """Settings of the rotary embedding.
+
+    full_attention, sliding_attention: those of one kind of layer, where they differ.
+    """
 
     mrope_section: (
         Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None
@@ -129,7 +135,10 @@ def written_families() -> str:
 
 
 def read_settings(folder: ModelFolder) -> GgufSettings:
-    """Return the settings. Raises CheckpointError for another family, and for a field that is missing or has another type."""
+    """Return the settings.
+
+    Raises CheckpointError for another family, and for a field that is missing or has another type.
+    """
     where = f"{folder.path.name}/config.json"
     if folder.family.gguf is None:
         problem = (
@@ -170,7 +179,8 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     missing = next((field for field in required if getattr(settings, field) is None), None)
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
-    # Qwen3.5's layers include those of the dense families; a name that a model does not have is never looked up.
+    # Qwen3.5's layers include those of the dense families; a name that a model does not have is
+    # never looked up.
     expected = qwen3_5.tensor_shapes(settings)
     expected |= {
         name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])
@@ -251,7 +261,9 @@ OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text
 
 @dataclass(frozen=True)
 class Heads:
-    """DeltaNet's heads. On disk the value heads are grouped by key head; ggml repeats the key heads in turn (tiled).
+    """DeltaNet's heads.
+
+    On disk the value heads are grouped by key head; ggml repeats the key heads in turn (tiled).
 
     keys, values: number of heads.
     key_dim, value_dim: elements per head.
@@ -298,7 +310,10 @@ class Layout:
         return cls(family, family.gguf, family.deltanet, s.num_hidden_layers, heads, interleaved)
 
     def name(self, name: str) -> str | None:
-        """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
+        """Return llama.cpp's name of a tensor, or None.
+
+        None for one that a text model's file omits (vision, KV scales).
+        """
         if self.family.in_vision(name) or name.endswith(OMITTED):
             return None
         short = models.short_name(name)
@@ -320,7 +335,10 @@ class Layout:
         )
 
     def rows(self, name: str, count: int) -> np.ndarray | None:
-        """Return the order of a tensor's `count` rows (first axis), or None where it does not change."""
+        """Return the order of a tensor's `count` rows (first axis), or None.
+
+        None where it does not change.
+        """
         heads = self.heads
         inside = _module(name)
         if inside in self.interleaved:
@@ -347,7 +365,9 @@ class Layout:
         return self.deltanet is not None and _module(name) == self.deltanet.convolution
 
     def transform(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return a plain tensor as llama.cpp stores it: A = −exp(A_log), norms as (1 + w), heads tiled.
+        """Return a plain tensor as llama.cpp stores it.
+
+        A = −exp(A_log), norms as (1 + w), heads tiled.
 
         float32 where the values change; else the dtype stays.
         """

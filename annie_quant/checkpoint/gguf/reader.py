@@ -178,7 +178,10 @@ def opened_once(reader: GGUFReader) -> Iterator[None]:
 
 
 def open_gguf(path: Path) -> dict[str, ReaderTensor]:
-    """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for a file that is not GGUF."""
+    """Return the file's tensors (gguf.ReaderTensor) by name.
+
+    Raises CheckpointError for a file that is not GGUF.
+    """
     return {t.name: t for t in open_reader(path).tensors}
 
 

@@ -18,7 +18,8 @@ from annie_quant.core.text import printable
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
+# Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp,
+# LLAMA_VOCAB_PRE_TYPE_*).
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 PRE_TOKENIZERS = {
@@ -26,7 +27,8 @@ PRE_TOKENIZERS = {
     _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "qwen2",
     _HEAD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "llama-bpe",
 }
-# Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's expression is part of ByteLevel.
+# Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's
+# expression is part of ByteLevel.
 STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 HINT = "copy the tokenizer's files from the source checkpoint"
@@ -76,7 +78,10 @@ class Tokenizer(msgspec.Struct):
 
 
 def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
-    """Add tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
+    """Add tokens, types, merges, special ids and the chat template.
+
+    Raises ShardError where they cannot be read.
+    """
     content = folder.json("tokenizer.json")
     if content is None:
         raise ShardError(
@@ -115,7 +120,10 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
 
 
 def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
+    """Return tokens and their types by id.
+
+    Ids without a token are padded, as llama.cpp's converter does.
+    """
     if tokenizer.model is None:
         raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
     by_id = {i: (token, NORMAL) for token, i in tokenizer.model.vocab.items()}
@@ -137,7 +145,8 @@ def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], 
 def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float] | None:
     """Return a SentencePiece model's score of every token; None for a byte-level tokenizer.
 
-    Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
+    Merges are in the order of the scores, and llama.cpp joins the pair with the highest score
+    first.
     """
     model = tokenizer.model
     # The tokens of a byte-level tokenizer stand for bytes, with or without fallback.

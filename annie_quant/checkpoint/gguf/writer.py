@@ -1,8 +1,8 @@
 """GGUF files for llama.cpp: plan the tensors of a file and their types, then write it.
 
-NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input scale are the tensors
-`.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes them. Tensors are streamed, so that a model
-larger than memory can be written.
+NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input
+scale are the tensors `.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes
+them. Tensors are streamed, so that a model larger than memory can be written.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
 PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded
 TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")
-# In llama-quant.cpp the larger mixtures differ from Q4_K_M in the type of most tensors. Q5_K has a fallback for rows that
-# are not a multiple of 256 (Q5_1), which is not written here.
+# In llama-quant.cpp the larger mixtures differ from Q4_K_M in the type of most tensors. Q5_K has a
+# fallback for rows that are not a multiple of 256 (Q5_1), which is not written here.
 LARGER: dict[str, dict[str, str | None]] = {
     "Q4_K_M": {},
     "Q5_K_M": {"Q4_K": "Q5_K", "Q5_0": None},
@@ -173,7 +173,9 @@ class GgufPlan:
     def _tensor(
         self, stored: str, names: Sequence[str], stacked: bool = False
     ) -> Iterator[GgufTensor]:
-        """Plan one tensor of the file and its scales: NVFP4 unchanged where ggml has its layout, else numbers.
+        """Plan one tensor of the file and its scales.
+
+        NVFP4 unchanged where ggml has its layout, else numbers.
 
         names: the tensors that it is made of, "MODULE.weight" for a quantized linear.
         stacked: they are the linears of all experts of a layer.
@@ -329,7 +331,10 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[st
 
 
 def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], shapes: int) -> None:
-    """Raise CheckpointError for tensors that one tensor of the file cannot hold. shapes: how many different ones they have."""
+    """Raise CheckpointError for tensors that one tensor of the file cannot hold.
+
+    shapes: how many different ones they have.
+    """
     if linears and len(linears) < len(names):
         plain = next(n for n in names if n.removesuffix(".weight") not in {x.name for x in linears})
         raise CheckpointError(
@@ -394,7 +399,10 @@ def data_file(writer: GGUFWriter) -> BufferedWriter:
 
 
 def write_data(writer: GGUFWriter, tensor: GgufTensor) -> int:
-    """Write one tensor's bytes, piece by piece, aligned as the format requires. Return their number."""
+    """Write one tensor's bytes, piece by piece, aligned as the format requires.
+
+    Return their number.
+    """
     file = data_file(writer)
     writer.write_padding(file, file.tell())
     size_bytes = 0
@@ -454,7 +462,10 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
 
 
 def add_hybrid_metadata(writer: GGUFWriter, plan: GgufPlan, heads: Heads) -> None:
-    """Add the keys of a model with DeltaNet layers: multimodal rotary embedding, heads, and which layers are recurrent."""
+    """Add the keys of a model with DeltaNet layers.
+
+    Multimodal rotary embedding, heads, and which layers are recurrent.
+    """
     settings = plan.settings
     rope = plan.settings.rope
     sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section

@@ -50,10 +50,11 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     """Return the row of one quantized linear, and its faults."""
     folder = model.folder
     row = TensorRow(x.name, x.format)
-    findings = list[Finding]()
+    findings: list[Finding] = []
+    is_nvfp4 = x.format == "nvfp4"
     try:
         row.shape = list(x.shape(folder))
-        if x.format == "nvfp4":
+        if is_nvfp4:
             scales = folder.info(x.block_scale or f"{x.name}.weight_scale")
             row.group = x.group(folder) if scales.dtype == "F8_E4M3" else None
             findings += layout_faults(model.config, scales, row.group)
@@ -69,7 +70,7 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
             findings += scale_faults("tensor", x.global_scale, row.tensor_scale)
     except ShardError as error:
         return row, [*findings, finding_of(error, x.name)]
-    if x.format == "nvfp4" and x.global_scale is None:
+    if is_nvfp4 and x.global_scale is None:
         findings.append(fault("tensor_scale_missing", x.name, f"{x.weight} has no tensor scale"))
     if x.format == "fp8":
         findings += fp8_faults(folder, x)
@@ -80,17 +81,13 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
             findings += scale_faults("input", x.input_global or "", row.input_scale)
     except ShardError as error:
         findings.append(finding_of(error, x.name))
-    if (
-        x.format == "nvfp4"
-        and x.input_global is None
-        and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ")
-    ):
+    rounds_inputs = model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ")
+    if is_nvfp4 and x.input_global is None and rounds_inputs:
         problem = f"no input scale, and {model.config.algo} quantizes activations"
         findings.append(fault("input_scale_missing", x.name, problem))
     if x.pre_quant:
-        problem = (
-            "an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it"
-        )
+        servers = "vLLM does not load it and other servers ignore it"
+        problem = f"an activation scale of NVFP4_AWQ; {servers}"
         findings.append(fault("pre_quant_scale", x.pre_quant, problem))
     return row, findings
 

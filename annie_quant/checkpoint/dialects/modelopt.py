@@ -51,19 +51,15 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     quantized = {}
     for name in folder:
         module, _, suffix = name.rpartition(".")
-        kind = (
-            {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype)
-            if suffix == "weight"
-            else None
-        )
+        dtype = folder.info(name).dtype
+        if suffix != "weight" or dtype not in ("U8", "F8_E4M3"):
+            continue
         ends = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-        scale, tensor_scale, input_scale, pre_quant = (
-            existing(folder, f"{module}.{end}") for end in ends
-        )
-        if kind == "fp8" or (kind and scale):
-            quantized[module] = Linear(
-                module, kind, name, scale, tensor_scale, input_scale, pre_quant
-            )
+        scales = [existing(folder, f"{module}.{end}") for end in ends]
+        if dtype == "F8_E4M3":
+            quantized[module] = Linear(module, "fp8", name, *scales)
+        elif scales[0]:
+            quantized[module] = Linear(module, "nvfp4", name, *scales)
     return quantized
 
 

@@ -37,8 +37,6 @@ from annie_quant.core.files import check_writable, replacing
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 
 if TYPE_CHECKING:
-    from io import BufferedWriter
-
     from gguf import GGUFWriter
 
 
@@ -151,83 +149,74 @@ class GgufPlan:
         return self.layout.layers + self.mtp_layers
 
     def tensors(self) -> Iterator[GgufTensor]:
-        """Yield the experts, the quantized linears and the other tensors, and note what is left out or becomes numbers."""
-        folder = self.model.folder
+        """Yield the experts, the quantized linears and the other tensors.
+
+        What is left out or becomes numbers is added to the plan's lists.
+        """
         experts = self.layout.family.experts
-        names = self.model.weights
-        of_experts = {n for n in names if experts and experts.split(n)}
-        for stored, stack in stacks(
-            folder, self.layout, [n for n in names if n in of_experts]
-        ).items():
+        of_experts = []
+        others = []
+        for name in self.model.weights:
+            (of_experts if experts and experts.split(name) else others).append(name)
+        for stored, stack in stacks(self.model.folder, self.layout, of_experts).items():
             yield from self._tensor(stored, stack, stacked=True)
-        for name in names:
-            if name in of_experts:
-                continue
-            single = self.layout.name(name)
-            if single:
-                yield from self._tensor(single, [name])
+        for name in others:
+            stored_name = self.layout.name(name)
+            if stored_name:
+                yield from self._tensor(stored_name, [name])
             else:
-                linear = self.model.linears.get(name.removesuffix(".weight"))
+                linear = self._linear(name)
                 self.left_out.append(linear.weight if linear else name)
+
+    def _linear(self, name: str) -> Linear | None:
+        return self.model.linears.get(name.removesuffix(".weight"))
 
     def _tensor(
         self, stored: str, names: Sequence[str], stacked: bool = False
     ) -> Iterator[GgufTensor]:
         """Plan one tensor of the file and its scales.
 
-        NVFP4 unchanged where ggml has its layout, else numbers.
+        NVFP4 stays unchanged where ggml has its layout, and becomes numbers elsewhere.
 
         names: the tensors that it is made of, "MODULE.weight" for a quantized linear.
         stacked: they are the linears of all experts of a layer.
         """
-        folder = self.model.folder
-        linears = [x for n in names if (x := self.model.linears.get(n.removesuffix(".weight")))]
+        linears = list(filter(None, map(self._linear, names)))
         shapes = {self.model.shape(name) for name in names}
         check_stack(stored, names, linears, len(shapes))
         shape = shapes.pop()
         if self.layout.is_convolution(names[0]):
             shape = (shape[0], int(np.prod(shape[1:])))
-        columns, shape = shape[-1], (len(names), *shape) if stacked else shape
-        if (
-            self.kind == "NVFP4"
-            and linears
-            and columns % NVFP4_BLOCK == 0
-            and all(x.format == "nvfp4" for x in linears)
-        ):
-            if all(x.input_global is None for x in linears):
-                self.weight_only.append(stored)
-            yield GgufTensor(
-                stored,
-                "NVFP4",
-                shape,
-                lambda: (piece for x in linears for piece in self._blocks(x)),
-            )
-            for suffix, scale_of in (
-                (".scale", Linear.tensor_scale),
-                (".input_scale", Linear.input_scale),
-            ):
-                scales = [scale_of(x, folder) for x in linears]
-                values = np.array([1 if s is None else s.multiplier for s in scales], np.float32)
-                # The converter's tests; llama.cpp's default is 1.
-                if not np.allclose(values, 1.0, rtol=1e-5 if stacked else 0.0, atol=1e-6):
-                    yield GgufTensor(
-                        stored.removesuffix(".weight") + suffix,
-                        "F32",
-                        values.shape,
-                        partial(iter, [values]),
-                    )
+        columns = shape[-1]
+        if stacked:
+            shape = (len(names), *shape)
+        formats = {linear.format for linear in linears}
+        to_nvfp4 = self.kind == "NVFP4"
+        if to_nvfp4 and formats == {"nvfp4"} and columns % NVFP4_BLOCK == 0:
+            yield from self._nvfp4_tensors(stored, shape, linears, stacked)
             return
         self.dequantized.extend(x.name for x in linears)
         # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
-        eight_bit = (
-            linears
-            and not stacked
-            and linears[0].format == "fp8"
-            and self.kind == "NVFP4"
-            and columns % 32 == 0
-        )
-        kind = "Q8_0" if eight_bit else self._type(stored, shape)
+        to_q8_0 = to_nvfp4 and formats == {"fp8"} and not stacked and columns % 32 == 0
+        kind = "Q8_0" if to_q8_0 else self._type(stored, shape)
         yield GgufTensor(stored, kind, shape, partial(self._numbers, stored, kind, names))
+
+    def _nvfp4_tensors(
+        self, stored: str, shape: tuple[int, ...], linears: Sequence[Linear], stacked: bool
+    ) -> Iterator[GgufTensor]:
+        """Plan the blocks of NVFP4 linears, and their tensor and input scales."""
+        if all(linear.input_global is None for linear in linears):
+            self.weight_only.append(stored)
+        yield GgufTensor(stored, "NVFP4", shape, lambda: map(self._blocks, linears))
+        module = stored.removesuffix(".weight")
+        kinds = {".scale": Linear.tensor_scale, ".input_scale": Linear.input_scale}
+        for suffix, scale_of in kinds.items():
+            scales = [scale_of(linear, self.model.folder) for linear in linears]
+            values = np.array([s.multiplier if s else 1 for s in scales], np.float32)
+            # The converter's tests; llama.cpp's default is 1.
+            if not np.allclose(values, 1.0, rtol=1e-5 if stacked else 0.0, atol=1e-6):
+                load = partial(iter, [values])
+                yield GgufTensor(module + suffix, "F32", values.shape, load)
 
     def _type(self, stored: str, shape: tuple[int, ...]) -> str:
         """Return the ggml type of a tensor of plain numbers."""
@@ -247,45 +236,50 @@ class GgufPlan:
         return "F16" if self.kind == "F16" else "BF16"
 
     def _numbers(self, stored: str, kind: str, names: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield the values of tensors in one ggml type, in pieces where the rows keep their order."""
+        """Yield the values of tensors in one ggml type.
+
+        They come in pieces where the rows keep their order.
+        """
         folder = self.model.folder
         for name in names:
-            linear = self.model.linears.get(name.removesuffix(".weight"))
+            linear = self._linear(name)
             array = linear.dequantize(folder) if linear else folder.tensor(name)
-            whole = array.ndim < 2 or self.layout.rows(name, len(array)) is not None
-            step = max(1, len(array) if whole else PIECE_ELEMENTS // max(1, array[:1].size))
+            needs_all_rows = array.ndim < 2 or self.layout.rows(name, len(array)) is not None
+            step = max(1, PIECE_ELEMENTS // max(1, array[:1].size))
+            if needs_all_rows:
+                step = max(1, len(array))
             for start in range(0, len(array), step):
                 piece = array[start : start + step]
                 yield encode(self.layout.transform(name, piece), kind, stored)
                 if linear is None:
-                    folder.release(
-                        name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes
-                    )
+                    row_bytes = piece[0].nbytes
+                    folder.release(name, start * row_bytes, (start + len(piece)) * row_bytes)
             folder.release(linear.weight if linear else name)
 
-    def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
-        """Yield an NVFP4 linear as ggml's blocks, in llama.cpp's order of heads."""
+    def _blocks(self, linear: Linear) -> np.ndarray:
+        """Return an NVFP4 linear as ggml's blocks, in llama.cpp's order of heads."""
         tensor = linear.load(self.model.folder)
         codes = tensor.codes
-        scale = tensor.block_scale
-        if tensor.group != 16:
-            scale = np.repeat(scale, tensor.group // 16, axis=1)
+        scale = np.repeat(tensor.block_scale, tensor.group // 16, axis=1)
         name = f"{linear.name}.weight"
         rows = self.layout.rows(name, len(codes))
         columns = self.layout.columns(name)
         if rows is not None:
-            codes, scale = codes[rows], scale[rows]
+            codes = codes[rows]
+            scale = scale[rows]
         if columns is not None:
             assert self.layout.heads is not None  # whose order the columns have
             value_dim = self.layout.heads.value_dim
             if value_dim % 16:
-                raise CheckpointError(
-                    f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16"
-                )
-            codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]
-        codes, scale = np.ascontiguousarray(codes), np.ascontiguousarray(scale)
-        yield nvfp4.to_ggml(nvfp4.Tensor(codes, scale, tensor.tensor_scale, tensor.shape, 16))
+                problem = f"value heads of {value_dim} columns, expected a multiple of 16"
+                raise CheckpointError(f"{linear.name}: {problem}")
+            codes = codes[:, columns[::2] // 2]
+            scale = scale[:, columns[::16] // 16]
+        codes = np.ascontiguousarray(codes)
+        scale = np.ascontiguousarray(scale)
+        blocks = nvfp4.to_ggml(nvfp4.Tensor(codes, scale, tensor.tensor_scale, tensor.shape, 16))
         self.model.folder.release(linear.weight)
+        return blocks
 
 
 def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
@@ -319,15 +313,14 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[st
         if expert and stored:
             by_name.setdefault(stored, {})[expert[1]] = name
     count = folder.text_config.get(experts.count) if experts else None
+    result = {}
     for stored, weights in by_name.items():
-        if sorted(weights) != list(
-            range(count if isinstance(count, int) and count < 1 << 20 else len(weights))
-        ):
+        expected = count if isinstance(count, int) and count < 1 << 20 else len(weights)
+        if sorted(weights) != list(range(expected)):
             problem = f"{stored}: {len(weights)} experts, and config.json has {count}"
             raise CheckpointError(problem, "annie-quant audit the checkpoint")
-    return {
-        stored: [name for _, name in sorted(weights.items())] for stored, weights in by_name.items()
-    }
+        result[stored] = [weights[number] for number in range(expected)]
+    return result
 
 
 def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], shapes: int) -> None:
@@ -336,14 +329,13 @@ def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], sh
     shapes: how many different ones they have.
     """
     if linears and len(linears) < len(names):
-        plain = next(n for n in names if n.removesuffix(".weight") not in {x.name for x in linears})
-        raise CheckpointError(
-            f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit"
-        )
+        quantized = {f"{linear.name}.weight" for linear in linears}
+        plain = next(name for name in names if name not in quantized)
+        problem = f"{plain} is not quantized, and other experts of its layer are"
+        raise CheckpointError(problem, "annie-quant audit")
     if shapes > 1:
-        raise CheckpointError(
-            f"{stored}: experts of {shapes} shapes", "annie-quant audit the checkpoint"
-        )
+        problem = f"{stored}: experts of {shapes} shapes"
+        raise CheckpointError(problem, "annie-quant audit the checkpoint")
     awq = next((x.pre_quant for x in linears if x.pre_quant), None)
     if awq:
         problem = f"{awq}: llama.cpp has no activation scales (NVFP4_AWQ)"
@@ -392,18 +384,13 @@ def size_of(tensor: GgufTensor) -> int:
     return tensor.elements // block * block_bytes
 
 
-def data_file(writer: GGUFWriter) -> BufferedWriter:
-    """Return the file of a writer whose header is written."""
-    assert writer.fout
-    return writer.fout[0]
-
-
 def write_data(writer: GGUFWriter, tensor: GgufTensor) -> int:
     """Write one tensor's bytes, piece by piece, aligned as the format requires.
 
     Return their number.
     """
-    file = data_file(writer)
+    assert writer.fout  # the header is written
+    file = writer.fout[0]
     writer.write_padding(file, file.tell())
     size_bytes = 0
     for piece in tensor.load():
@@ -451,11 +438,9 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
         add_hybrid_metadata(writer, plan, plan.layout.heads)
     if plan.layout.family.experts:
         add_expert_metadata(writer, settings)
-    if weight_only := sorted(
-        plan.weight_only
-    ):  # llama.cpp may round the activations of the others to 4 bits
-        writer.add_array("general.tensor_extra.name", weight_only)
-        writer.add_array("general.tensor_extra.prec_a4", [False] * len(weight_only))
+    if plan.weight_only:  # llama.cpp may round the activations of the others to 4 bits
+        writer.add_array("general.tensor_extra.name", sorted(plan.weight_only))
+        writer.add_array("general.tensor_extra.prec_a4", [False] * len(plan.weight_only))
     if plan.mtp_layers:
         writer.add_nextn_predict_layers(plan.mtp_layers)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

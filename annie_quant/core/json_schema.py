@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.text import printable
 
@@ -30,7 +30,7 @@ OPEN_KEYWORDS = frozenset(
 )
 
 
-def mismatch(arguments: object, schema: object) -> str | None:
+def mismatch(arguments: Any, schema: Any) -> str | None:
     """Return how the arguments of a call do not match its tool's parameters, in one line, or None.
 
     The schema is read by the draft that it names in `$schema`, else by 2020-12, or by draft 7 where
@@ -51,12 +51,12 @@ def mismatch(arguments: object, schema: object) -> str | None:
     return printable(f"{f'at {where}: ' if where else ''}{first.message}", 300)
 
 
-def schema_fault(schema: object) -> str:
+def schema_fault(schema: Any) -> str:
     """Return why a schema is not valid, "" for a valid one."""
     return _draft(schema)[1]
 
 
-def _draft(schema: object) -> tuple[type[Validator], str]:
+def _draft(schema: Any) -> tuple[type[Validator], str]:
     """Return the validator class of a schema's draft, and why the schema is not valid or ""."""
     from jsonschema import Draft7Validator, Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
@@ -84,7 +84,7 @@ def _validator(text: str) -> Validator:
     return draft(_closed(schema), registry=referencing.Registry())
 
 
-def _closed(schema: object) -> object:
+def _closed(schema: Any) -> Any:
     """Return the parameters of a tool without room for arguments that they do not name.
 
     JSON Schema accepts unknown properties by default. A server ignores or rejects them, so a model

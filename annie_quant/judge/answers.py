@@ -47,9 +47,8 @@ def form_of(template: str) -> Form:
         return "qwen_xml"
     if "<tool_call>" in template:
         return "hermes"
-    return (
-        "llama_json" if PYTHON_TAG in template or "<|start_header_id|>" in template else "qwen_xml"
-    )
+    is_llama = PYTHON_TAG in template or "<|start_header_id|>" in template
+    return "llama_json" if is_llama else "qwen_xml"
 
 
 def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCall], str]:
@@ -157,7 +156,9 @@ def _typed(value: str, kind: object) -> object:
 # ---- answers
 
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
-LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label
+# of prompts without a label
+MIN_CONSTANT_ANSWERS = 10
+MIN_CONSTANT_SHARE = 0.2  # of prompts without a label
 
 
 @dataclass(frozen=True)
@@ -201,29 +202,30 @@ def constant_answer(
     own: Sequence[Answer | RecordedAnswer], other: Sequence[Answer | RecordedAnswer]
 ) -> str:
     """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
-    texts, others = (
-        [(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side]
-        for side in (own, other)
+    if not own:
+        return ""
+    texts = [_content(answer) for answer in own]
+    [(text, n)] = Counter(texts).most_common(1)
+    if n < max(MIN_CONSTANT_ANSWERS, MIN_CONSTANT_SHARE * len(texts)):
+        return ""
+    others = Counter(
+        _content(theirs) for ours, theirs in zip(texts, other, strict=True) if ours == text
     )
-    [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]
-    same = Counter(
-        theirs for ours, theirs in zip(texts, others, strict=True) if ours == text
-    ).most_common(1)
-    if n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:
+    if 2 * max(others.values()) > n:
         return ""
     return f"one answer to {n} of {len(texts)} prompts ({' '.join(text).strip()[:60]!r})"
+
+
+def _content(answer: Answer | RecordedAnswer) -> tuple[str, ...]:
+    return answer.text, *(str(call["arguments"]) for call in answer.tool_calls)
 
 
 def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMessage:
     """Return an answer as the message that the next turn's request contains."""
     message: ChatMessage = {"role": "assistant", "content": text}
-    if tool_calls:
-        functions: list[CalledFunction] = [
-            {"name": c["name"], "arguments": c["arguments"]} for c in tool_calls
-        ]
-        message["tool_calls"] = [
-            {"type": "function", "function": function} for function in functions
-        ]
+    for call in tool_calls:
+        function: CalledFunction = {"name": call["name"], "arguments": call["arguments"]}
+        message.setdefault("tool_calls", []).append({"type": "function", "function": function})
     return message
 
 
@@ -250,7 +252,9 @@ def parse_raw(
         if not closed:
             body = ""
     calls, text = split_calls(body, form, tools)
-    finish_reason = ("tool_calls" if calls else "stop") if ends else None
+    finish_reason = None
+    if ends:
+        finish_reason = "tool_calls" if calls else "stop"
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
 
 
@@ -262,8 +266,6 @@ def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     if answer.tool_calls or "<tool_call>" not in answer.text:
         return answer
     parsed = parse_raw(answer.text, thinking=False, tools=tools)
-    return (
-        replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)
-        if parsed.tool_calls
-        else answer
-    )
+    if not parsed.tool_calls:
+        return answer
+    return replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)

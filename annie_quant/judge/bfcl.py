@@ -140,7 +140,8 @@ def _turns_with_calls(
             yield f"{row['id']}-{turn}", list(history), offered, []
         for step, (name, arguments) in enumerate(calls):
             yield f"{row['id']}-{turn}.{step}", list(history), offered, [{name: allowed(arguments)}]
-            number, text = f"call_{len(history)}", json.dumps(arguments, ensure_ascii=False)
+            number = f"call_{len(history)}"
+            text = json.dumps(arguments, ensure_ascii=False)
             call = {"id": number, "type": "function", "function": {"name": name, "arguments": text}}
             result = systems.call(name, arguments)[:MAX_RESULT]
             history.append({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -247,10 +248,9 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     if not category.endswith("irrelevance"):
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
-        calls = [
-            {_name(name): values for name, values in call.items()}
-            for call in answers.get(row["id"], ())
-        ]
+        calls = []
+        for call in answers.get(row["id"], ()):
+            calls.append({_name(name): values for name, values in call.items()})
         yield _case(row["id"], row["question"][0], row["function"], calls, category)
 
 
@@ -269,7 +269,8 @@ def _case(
 
 
 def _tool(function: JsonObject) -> JsonObject:
-    name, description = _name(function["name"]), function.get("description", "")
+    name = _name(function["name"])
+    description = function.get("description", "")
     schema = {
         "name": name,
         "description": description,

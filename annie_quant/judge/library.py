@@ -103,12 +103,14 @@ def build_workload(data: object, path: str = "") -> Workload:
 def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Workload:
     check_names(document.gates, where)
     check_names(document.informative, f"{where}: informative")
-    tools, extra = document.tools, document.extra or {}
+    tools = document.tools
+    extra = document.extra or {}
     if isinstance(tools, str) and tools != "persona":
         raise UsageError(f"{where}: tools: expected a list, null or 'persona', got {tools!r}")
     if tools == "persona" and not document.persona:
         raise UsageError(f"{where}: 'tools' is 'persona' and no persona is named")
-    if reserved := [key for key in RESERVED if key in extra]:
+    reserved = [key for key in RESERVED if key in extra]
+    if reserved:
         raise UsageError(
             f"{where}: 'extra' must not contain {reserved[0]!r}: the workload has its own field for it"
         )
@@ -117,7 +119,8 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     cases = tuple(_case(where, case, own_tools) for case in document.cases)
     if not cases:
         raise UsageError(f"{where}: there are no cases")
-    if duplicates := [name for name, n in Counter(case.id for case in cases).items() if n > 1]:
+    duplicates = [name for name, n in Counter(case.id for case in cases).items() if n > 1]
+    if duplicates:
         raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
     fields = msgspec.structs.asdict(document) | {
         "persona": _persona_path(document.persona, path),

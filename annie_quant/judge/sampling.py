@@ -6,6 +6,7 @@ fails or never calls is not tested by any number of them, and a note says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -33,16 +34,18 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         for name, r in reference.items()
         if r.verdict == "fail"
     ]
-    called = {str(call.get("name")) for row in answers for call in row.answer.tool_calls}
-    with_tools: list[tuple[list[str], Answer]] = []
+    called: set[str] = set()
+    expected: Counter[str] = Counter()
+    n_expected = n_answered_by_calls = 0
     for row in answers:
+        called |= {str(call.get("name")) for call in row.answer.tool_calls}
         names = expected_tools(row.case)
         # A call that the limit cut says nothing about the model.
         if names and row.answer.finish_reason != "length":
-            with_tools.append((names, row.answer))
-    expected = Counter(name for names, _ in with_tools for name in names)
-    n_expected = len(with_tools)
-    if n_expected >= MIN_PROMPTS and not any(answer.tool_calls for _, answer in with_tools):
+            expected.update(names)
+            n_expected += 1
+            n_answered_by_calls += bool(row.answer.tool_calls)
+    if n_expected >= MIN_PROMPTS and not n_answered_by_calls:
         return [
             *lines,
             f"bf16 calls no tool in {n_expected} prompts that need one: is the reference the base model, or does its chat "
@@ -59,20 +62,23 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
 def expected_tools(case: Case) -> list[str]:
     """Return the tools that a case expects by its label, or that its log has."""
     expect = case.expect
-    names = [str(expect["tool"])] if expect.get("tool") else []
-    names += [str(name) for call in expect.get("calls") or () for name in call]
+    names = [expect["tool"]] if expect.get("tool") else []
+    for call in expect.get("calls") or ():
+        names += call
     logged = expect.get("logged")
-    return names + [
-        str(name) for name in (logged.get("calls") or () if isinstance(logged, Mapping) else ())
-    ]
+    if isinstance(logged, Mapping):
+        names += logged.get("calls") or ()
+    return [str(name) for name in names]
 
 
-LEAST_ANSWERS = 60  # a gate without a changed answer keeps from 52 on (judge/decision/rule.py)
-MOST_PROMPTS = 4  # times n per gate, at most, to get them
+MIN_ANSWERS_PER_GATE = (
+    60  # a gate without a changed answer keeps from 52 on (judge/decision/rule.py)
+)
+MAX_FACTOR = 4  # times n per gate, at most, to get them
 
 
 def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
-    """Return n, or more where a gate that compares with bf16's own answers applies to fewer than LEAST_ANSWERS of n prompts.
+    """Return n, or more where a gate that compares with bf16's own answers applies to fewer than MIN_ANSWERS_PER_GATE of n prompts.
 
     reference: bf16's gates over n prompts per gate. A gate that is too rare to be judged (advisory) does not count.
     """
@@ -80,9 +86,9 @@ def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
         (g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n),
         default=n,
     )
-    if n < LEAST_ANSWERS or fewest >= LEAST_ANSWERS:
+    if n < MIN_ANSWERS_PER_GATE or fewest >= MIN_ANSWERS_PER_GATE:
         return n
-    return min(MOST_PROMPTS * n, math.ceil(n * LEAST_ANSWERS / fewest))
+    return min(MAX_FACTOR * n, math.ceil(n * MIN_ANSWERS_PER_GATE / fewest))
 
 
 # An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer in words or with a call.
@@ -103,31 +109,32 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
     """
     if n_per_gate < 1:
         raise UsageError(f"the number of prompts per gate must be 1 or more, got {n_per_gate}")
-    decks: list[tuple[Workload, list[Case]]] = []
-    for workload in workloads:
-        cases = list(workload.cases)
-        random.Random(f"{seed}:{workload.name}").shuffle(cases)
-        by_category: dict[str, list[Case]] = {}
-        for case in cases:
-            by_category.setdefault(case.category, []).append(case)
-        decks += [(workload, deck) for deck in by_category.values()]
     chosen: dict[str, list[Case]] = {workload.name: [] for workload in workloads}
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turns: Counter[str] = Counter()
-    least = -(-n_per_gate // 10)
-    for index in range(max((len(deck) for _, deck in decks), default=0)):
-        for workload, deck in decks:
-            if index >= len(deck):
+    min_turns = -(-n_per_gate // 10)
+    decks = list(itertools.chain.from_iterable(_decks(w, seed) for w in workloads))
+    for cases in itertools.zip_longest(*(deck for _, deck in decks)):
+        for (workload, _), case in zip(decks, cases, strict=True):
+            if case is None:
                 continue
-            case = deck[index]
             gates = applying(workload, case)
-            if turns[workload.name] < least or any(
-                counted[g] < n_per_gate for g in gates if decides(g)
-            ):
+            needed = any(counts[g] < n_per_gate for g in gates if decides(g))
+            if needed or turns[workload.name] < min_turns:
                 chosen[workload.name].append(case)
-                counted += gates
+                counts += gates
                 turns[workload.name] += case.n_turns
     return [replace(w, cases=tuple(chosen[w.name])) for w in workloads]
+
+
+def _decks(workload: Workload, seed: int) -> list[tuple[Workload, list[Case]]]:
+    """Return the shuffled cases of each category of a workload."""
+    cases = list(workload.cases)
+    random.Random(f"{seed}:{workload.name}").shuffle(cases)
+    by_category: dict[str, list[Case]] = {}
+    for case in cases:
+        by_category.setdefault(case.category, []).append(case)
+    return [(workload, deck) for deck in by_category.values()]
 
 
 def shortages(workloads: Sequence[Workload], n_per_gate: int) -> Iterator[str]:
@@ -161,6 +168,8 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
 
 def answers_per_gate(workloads: Sequence[Workload]) -> Counter[str]:
     """Return how many answers each gate judges when all cases are used."""
-    return sum(
-        (applying(workload, case) for workload in workloads for case in workload.cases), Counter()
-    )
+    counts: Counter[str] = Counter()
+    for workload in workloads:
+        for case in workload.cases:
+            counts += applying(workload, case)
+    return counts

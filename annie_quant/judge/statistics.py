@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+    Numbers = Floats | NDArray[np.int64] | NDArray[np.int_]
 
-LEVEL, POWER = 0.05, 0.8
+LEVEL = 0.05
+POWER = 0.8
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)  # of two-sided 95 % intervals
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact
 
@@ -160,7 +162,8 @@ def hommel(p_values: Sequence[float]) -> list[float]:
 
     order = np.argsort(np.asarray(p_values, dtype=np.float64), kind="stable")
     p = np.asarray(p_values, dtype=np.float64)[order]
-    result, adjusted = np.empty(len(p)), p.copy()
+    result = np.empty(len(p))
+    adjusted = p.copy()
     for size in range(2, len(p) + 1):
         # The set of this size with the largest Simes p: the hypothesis, and the largest of the others.
         others = (size * p[len(p) - size + 1 :] / np.arange(2, size + 1)).min()
@@ -290,7 +293,8 @@ def detectable_loss(n: int, discordant: float, level: float) -> float | None:
     """
     if _power(n, discordant, 1.0 - 2 * discordant, level) < POWER:
         return None
-    low, high = 0.0, 1.0 - 2 * discordant
+    low = 0.0
+    high = 1.0 - 2 * discordant
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (
@@ -315,7 +319,7 @@ def _power(n: int, discordant: float, loss: float, level: float) -> float:
     return float(np.sum(binom.pmf(counts, n, min(1.0, changed)) * np.where(wins < 0, 0.0, chance)))
 
 
-def _scores(lost: Floats, won: Floats, n: Floats, difference: float) -> Floats:
+def _scores(lost: Numbers, won: Numbers, n: Numbers, difference: float) -> Floats:
     """Return `_score` of many counts."""
     import numpy as np
 
@@ -356,7 +360,7 @@ def n_to_decide(
     import numpy as np
     from scipy.special import bdtr, bdtrc, ndtr
 
-    numbers = np.arange(n + 1, MAX_N_TO_DECIDE + 1)
+    numbers = np.arange(n + 1, MAX_N_TO_DECIDE + 1, dtype=np.int64)
     if not len(numbers):
         return None
     z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)

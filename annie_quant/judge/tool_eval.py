@@ -40,23 +40,20 @@ class Played:
 
 def load() -> Workload:
     """Return the scenarios. Raises EnvironmentFault where the package, or one of its imports, is not installed."""
-    scenarios, tools = (
-        _package("evals.scenarios").ALL_SCENARIOS,
-        _package("domain.tools").UNIVERSAL_TOOLS,
-    )
+    scenarios = _package("evals.scenarios").ALL_SCENARIOS
+    tools = _package("domain.tools").UNIVERSAL_TOOLS
     version = _package("").__version__
-    cases = [
-        Case(
-            id=s.id,
-            messages=tuple(
-                {"role": "user", "content": text}
-                for text in (s.user_message, *s.follow_up_messages)
-            ),
-            tools=tuple(tools if s.tools_override is None else s.tools_override),
-            category=s.category.value,
+    cases: list[Case] = []
+    for scenario in scenarios:
+        texts = (scenario.user_message, *scenario.follow_up_messages)
+        offered = tools if scenario.tools_override is None else scenario.tools_override
+        case = Case(
+            id=scenario.id,
+            messages=tuple({"role": "user", "content": text} for text in texts),
+            tools=tuple(offered),
+            category=scenario.category.value,
         )
-        for s in scenarios
-    ]
+        cases.append(case)
     described = f"The scenarios of {NAME} {version}, played and scored by the package"
     return Workload(
         NAME,
@@ -78,7 +75,8 @@ def play(
     scenario_id: str, url: str, model: str | None, api_key: str | None, timeout_s: float
 ) -> Played:
     """Play one scenario with the package's own runner. url: the server's root."""
-    api, scenarios = _package("api"), _package("evals.scenarios").ALL_SCENARIOS
+    api = _package("api")
+    scenarios = _package("evals.scenarios").ALL_SCENARIOS
     scenario = next(s for s in scenarios if s.id == scenario_id)
     run = api.run_benchmark(
         model=model or "default",

@@ -58,7 +58,8 @@ def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
 
     words: list[str] = []
     while len(words) < size:
-        count, thing = rng.randint(2, 99), f"{one_of(_KIND)} {one_of(_WHAT)}"
+        count = rng.randint(2, 99)
+        thing = f"{one_of(_KIND)} {one_of(_WHAT)}"
         sentence = f"{one_of(_WHO)} {one_of(_DID)} {count} {thing} in the {one_of(_WHERE)} {one_of(_WHEN)}."
         words += sentence.split(" ")
     return " ".join(words[:size])
@@ -110,8 +111,10 @@ class Case:
 
     def at_turn(self, turn: int) -> Case:
         """Return this case with what is expected of one turn (from 0)."""
-        expected = self.expect.get("turns")
-        expect = self.expect if not expected else expected[turn] if turn < len(expected) else {}
+        expect = self.expect
+        if expect.get("turns"):
+            expected = expect["turns"]
+            expect = expected[turn] if turn < len(expected) else {}
         if self.turns:
             after_result = turn < len(self.turns) and not isinstance(self.turns[turn], str)
         else:
@@ -282,11 +285,9 @@ def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int
         for case in workload.cases:
             prompt = prompt_sha256(case, workload)
             if prompt not in first:
-                first[prompt], gates[prompt], informative[prompt] = (
-                    (index, case),
-                    workload.gates,
-                    workload.informative,
-                )
+                first[prompt] = (index, case)
+                gates[prompt] = workload.gates
+                informative[prompt] = workload.informative
                 continue
             at, original = first[prompt]
             if any(original.expect.get(key, value) != value for key, value in case.expect.items()):

@@ -62,17 +62,17 @@ def size(size_bytes: float | None) -> str:
 def p_value(value: float | None) -> str:
     if value is None:
         return DASH
-    return "< .0001" if value < 1e-4 else f"{value:.4f}".lstrip("0") if value < 1 else "1"
+    if value < 1e-4:
+        return "< .0001"
+    return f"{value:.4f}".lstrip("0") if value < 1 else "1"
 
 
 def seconds(value: float | None) -> str:
     if value is None:
         return DASH
-    return (
-        f"{value:.1f}\u00a0s"
-        if value < 90
-        else f"{int(value // 60)}\u00a0min\u00a0{value % 60:.0f}\u00a0s"
-    )
+    if value < 90:
+        return f"{value:.1f}\u00a0s"
+    return f"{int(value // 60)}\u00a0min\u00a0{value % 60:.0f}\u00a0s"
 
 
 def interval(

@@ -72,11 +72,11 @@ class ShownAnswer:
 
     @property
     def characters(self) -> int:
-        return (
-            sum(len(text) for text, _ in self.pieces)
-            + len(self.reasoning)
-            + sum(map(len, self.calls))
-        )
+        return self.n_text + sum(map(len, self.calls))
+
+    @property
+    def n_text(self) -> int:
+        return sum(len(text) for text, _ in self.pieces) + len(self.reasoning)
 
 
 @dataclass
@@ -127,11 +127,10 @@ def collect(run: LoadedRun) -> Browser:
         # Of several repeats the first that failed is shown, else the first.
         if earlier is None or (_failed(record) and not _failed(earlier)):
             answers[record.backend] = record
-    advisory = {
-        gate for side in run.sides for gate, result in side.gates.items() if result.advisory
-    }
+    advisory: set[str] = set()
+    for side in run.sides:
+        advisory |= side.gates.keys() - side.deciding.keys()
     ranks = {key: _rank(answers, advisory) for key, answers in groups.items()}
-    faulty = sum(any(_failed(r) for r in answers.values()) for answers in groups.values())
     questions = _questions(run)
     prompts: list[ShownPrompt] = []
     budget = MAX_CHARACTERS
@@ -141,31 +140,32 @@ def collect(run: LoadedRun) -> Browser:
         if budget < 0 and prompts:
             break
         prompts.append(prompt)
-    return Browser(prompts, len(groups), faulty)
+    n_faulty = sum(rank <= ADVISORY_FAILED for rank in ranks.values())
+    return Browser(prompts, len(groups), n_faulty)
 
 
 def _failed(record: RequestRecord) -> list[str]:
-    return [gate for gate, passed in record.judgement.checks.items() if not passed] or (
-        ["error"] if record.answer.error else []
-    )
+    failed = [gate for gate, passed in record.judgement.checks.items() if not passed]
+    return failed or ["error"] * bool(record.answer.error)
 
 
 def _differs(answers: ByBackend) -> bool:
-    return (
-        len(
-            {
-                (r.answer.text, str([c.get("name") for c in r.answer.tool_calls]))
-                for r in answers.values()
-            }
-        )
-        > 1
-    )
+    distinct: set[tuple[str, str]] = set()
+    for record in answers.values():
+        called = [call.get("name") for call in record.answer.tool_calls]
+        distinct.add((record.answer.text, str(called)))
+    return len(distinct) > 1
+
+
+# In the order in which prompts are shown.
+GATE_FAILED, ADVISORY_FAILED, DIFFERENT, EQUAL = range(4)
 
 
 def _rank(answers: ByBackend, advisory: set[str]) -> int:
-    """Return 0 where an answer failed a deciding gate, 1 an advisory one, 2 where the answers differ, 3 where they do not."""
     failed = {gate for record in answers.values() for gate in _failed(record)}
-    return 0 if failed - advisory else 1 if failed else 2 if _differs(answers) else 3
+    if failed:
+        return GATE_FAILED if failed - advisory else ADVISORY_FAILED
+    return DIFFERENT if _differs(answers) else EQUAL
 
 
 def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
@@ -199,16 +199,13 @@ def _cut(text: str, limit: int) -> tuple[str, str]:
 def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -> ShownPrompt:
     answers: list[ShownAnswer] = []
     for side in run.served:
-        if side.name in records:
-            answer = _answer(run, side.model, records[side.name])
-            if (
-                sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning)
-                > LONG_CHARACTERS
-            ):
-                answer.same_as = next(
-                    (a.label for a in answers if not a.same_as and a.shown == answer.shown), ""
-                )
-            answers.append(answer)
+        if side.name not in records:
+            continue
+        answer = _answer(run, side.model, records[side.name])
+        if answer.n_text > LONG_CHARACTERS:
+            equal = (a.label for a in answers if not a.same_as and a.shown == answer.shown)
+            answer.same_as = next(equal, "")
+        answers.append(answer)
     gates = list(dict.fromkeys(gate for record in records.values() for gate in _failed(record)))
     text, _ = _cut(question, PROMPT_CHARACTERS)
     return ShownPrompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
@@ -216,36 +213,34 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
 
 def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
     text, cut = _cut(record.answer.text, ANSWER_CHARACTERS)
-    failed, error = _failed(record), _cut(record.answer.error or "", 300)[0]
+    failed = _failed(record)
+    error, _ = _cut(record.answer.error or "", 300)
+    calls = [f"{c.get('name')}({c.get('arguments')})" for c in record.answer.tool_calls[:8]]
+    faults = []
+    for gate in failed:
+        title = "error" if gate == "error" else run.gate_title(gate)
+        faults.append((title, _cut(record.judgement.faults.get(gate, ""), 160)[0]))
     return ShownAnswer(
         label=run.label(model),
         model=model,
         record=record,
         pieces=marked(text, [] if error else failed),
         reasoning=_cut(record.answer.reasoning, ANSWER_CHARACTERS // 2)[0],
-        calls=[
-            _cut(f"{c.get('name')}({c.get('arguments')})", 300)[0]
-            for c in record.answer.tool_calls[:8]
-        ],
+        calls=[_cut(call, 300)[0] for call in calls],
         wrong_call=bool(CALL_GATES & set(failed)),
-        faults=[
-            (
-                "error" if gate == "error" else run.gate_title(gate),
-                _cut(record.judgement.faults.get(gate, ""), 160)[0],
-            )
-            for gate in failed
-        ],
+        faults=faults,
         note="; ".join(filter(None, [error, cut])),
     )
 
 
 def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
     """Split `text` into (piece, whether a failed gate is about it)."""
-    spans = sorted(
-        m.span() for gate in failed if gate in _MARKED for m in _MARKED[gate].finditer(text)
-    )
-    pieces, at = [], 0
-    for start, end in spans:
+    spans: list[tuple[int, int]] = []
+    for gate in _MARKED.keys() & failed:
+        spans += [match.span() for match in _MARKED[gate].finditer(text)]
+    pieces = []
+    at = 0
+    for start, end in sorted(spans):
         if start < end and start >= at:
             pieces += [(text[at:start], False), (text[start:end], True)]
             at = end

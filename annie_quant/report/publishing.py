@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from annie_quant.checkpoint.shards import is_model, model_sha256
+from annie_quant.checkpoint.shards import COMPANIONS, is_model, model_sha256
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Progress, as_progress
@@ -37,17 +37,12 @@ if TYPE_CHECKING:
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
+    *COMPANIONS,
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
-    "generation_config.json",
     "hf_quant_config.json",
     "tokenizer*.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "chat_template.*",
     "*processor_config.json",
     "annie_quant.json",
@@ -170,7 +165,8 @@ def prepare(
     extras = (REPORT_FILES if with_report else ()) + (RECORD_FILES if with_records else ())
     files |= {f"evidence/{n}": run.folder / n for n in extras if (run.folder / n).is_file()}
     for path, file in files.items():
-        if secret := secret_in(file):
+        secret = secret_in(file)
+        if secret:
             raise UsageError(
                 f"{path} contains {secret}; it cannot be published, not even with --force",
                 f"check {file}",
@@ -196,15 +192,17 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     Reasons are lost gates, no gates at all, a confound, a broken export, and figures or a verdict that differ from the records or
     outcomes. Speed limits are not among them, because they hold for one machine only.
     """
-    sides, judged = run.sides_of(model), judge_again(run.folder)
-    problems = [
-        f"{'loses' if gate.compared else 'fails'} {wording.with_counts(gate)}: {wording.evidence(gate)}"
-        for aggregates in (run.aggregates, judged.aggregates)
-        for gate in decision.deciding_gates(aggregates, model)
-        if gate.verdict == "loses" and not isinstance(gate.result, SpeedGate)
-    ]
+    sides = run.sides_of(model)
+    judged = judge_again(run.folder)
+    problems: list[str] = []
+    for aggregates in (run.aggregates, judged.aggregates):
+        for gate in decision.deciding_gates(aggregates, model):
+            if gate.verdict == "loses" and not isinstance(gate.result, SpeedGate):
+                verb = "loses" if gate.compared else "fails"
+                problems.append(f"{verb} {wording.with_counts(gate)}: {wording.evidence(gate)}")
     problems = [*dict.fromkeys(problems), *verdict_differences(run, judged)]
-    if (chosen := decision.candidate_decision(judged.aggregates, model)) and chosen.confounded:
+    chosen = decision.candidate_decision(judged.aggregates, model)
+    if chosen and chosen.confounded:
         problems.append(f"CONFOUNDED: {', '.join(chosen.confounded)}")
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")
@@ -348,7 +346,8 @@ def upload(
             f"not published: {'; '.join(plan.objections[:4])}",
             'fix the objections, or publish anyway: --force "REASON"',
         )
-    hub, errors = need("huggingface_hub", "quantize"), need("huggingface_hub.errors", "quantize")
+    hub = need("huggingface_hub", "quantize")
+    errors = need("huggingface_hub.errors", "quantize")
     if not (token or hub.get_token()):
         raise EnvironmentFault("no Hugging Face token is set", "hf auth login, or set HF_TOKEN")
     api = hub.HfApi(endpoint=endpoint, token=token)

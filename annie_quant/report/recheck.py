@@ -26,7 +26,7 @@ from annie_quant.judge.metrics import COMPARED
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel, load
 
 TOLERANCE = 1e-3  # relative; absolute below 1
-LEAST_SERVER_SHARE = 0.8  # of the server's own time; two clocks may differ a little
+MIN_SERVER_SHARE = 0.8  # of the server's own time; two clocks may differ a little
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def check_figures(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -
     served = [s for s in (run.sides if sides is None else sides) if isinstance(s, ServedModel)]
     if not served or not run.records:
         return None
-    result, fit = Recount(), timed(run.measured)
+    result = Recount()
+    fit = timed(run.measured)
     for side in served:
         counts = gate_counts([r for r in run.measured if r.backend == side.name], run.greedy)
         for gate, row in side.gates.items():
@@ -82,7 +83,8 @@ def check_figures(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -
         by_label = labelled(r for r in fit if r.backend == side.name)
         for workload, summary in side.data.workloads.items():
             for metric in COMPARED:
-                if (figures := getattr(summary, metric)) is not None:
+                figures = getattr(summary, metric)
+                if figures is not None:
                     p50 = quantile(values(by_label.get(workload, ()), metric), 0.5)
                     result.compare(f"{side.name}: {workload}, {metric} p50", figures.p50, p50)
     return result
@@ -92,12 +94,11 @@ def before_server(measured: Sequence[RequestRecord]) -> int:
     """Count requests that ended, by the client's clock, well before the server's own times allow."""
     early = 0
     for record in measured:
-        times = [
-            (record.timings.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")
-        ]
+        stated = record.timings.server_timings or {}
+        times = [stated.get(field) for field in ("prompt_ms", "predicted_ms")]
         numbers = [t for t in times if isinstance(t, (int, float)) and 0 <= t < 1e15]
-        if record.timings.e2e_ms is not None and not record.answer.error and len(numbers) == 2:
-            early += record.timings.e2e_ms < LEAST_SERVER_SHARE * sum(numbers)
+        if len(numbers) == 2 and record.timings.e2e_ms is not None and not record.answer.error:
+            early += record.timings.e2e_ms < MIN_SERVER_SHARE * sum(numbers)
     return early
 
 
@@ -117,7 +118,8 @@ def caveats(run: LoadedRun) -> list[str]:
     texts += [
         f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()
     ]
-    if early := before_server(run.measured):
+    early = before_server(run.measured)
+    if early:
         texts.append(
             f"{early} of {len(run.measured)} requests ended, by the client's clock, before the server's own times "
             "allow: clocks on this machine cannot be trusted to milliseconds."
@@ -136,7 +138,8 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
     stated: roles instead of the run's.
     Raises UsageError for a folder without a run, and for a role that names no side.
     """
-    folder, run = Path(run_dir), load(run_dir)
+    folder = Path(run_dir)
+    run = load(run_dir)
     aggregates = run.aggregates
     if aggregates.roles is None and (stated is None or not stated.names):
         stated = _older_roles(run)
@@ -155,28 +158,20 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         )
     for model, numerics in aggregates.offline.items():
         both = {**numerics, **aggregates.members.get(model, {})}
-        if not any(
-            side.paired or result.meets is not None
-            for side in both.values()
-            for result in side.gates.values()
-        ):
-            continue  # without a reference (version 0.1.0), the absolute requirements stay
         sides, _ = decision.judge_sides(both)
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
-    candidate = (
-        run.verdict.candidate
-        if aggregates.roles is None and run.verdict.candidate in aggregates.offline
-        else None
-    )
-    return replace(
-        run.document, aggregates=aggregates, verdict=decision.run_verdict(aggregates, candidate)
-    )
+    candidate = run.verdict.candidate
+    if aggregates.roles is not None or candidate not in aggregates.offline:
+        candidate = None
+    verdict = decision.run_verdict(aggregates, candidate)
+    return replace(run.document, aggregates=aggregates, verdict=verdict)
 
 
 def verdict_differences(run: LoadedRun, judged: Run) -> list[str]:
     """Return a line where judge_again gives another verdict than is stored, if today's rule made that one too."""
-    stored, again = run.document.verdict, judged.verdict
+    stored = run.document.verdict
+    again = judged.verdict
     if stored.rule != again.rule or (stored.outcome, stored.sentence) == (
         again.outcome,
         again.sentence,
@@ -190,7 +185,8 @@ def verdict_differences(run: LoadedRun, judged: Run) -> list[str]:
 
 def _older_roles(run: LoadedRun) -> Roles | None:
     """Return the roles of a verdict that has none (version 0.2.0 or older), from what its candidate's gates were compared with."""
-    served, verdict = run.aggregates.served, run.verdict
+    served = run.aggregates.served
+    verdict = run.verdict
     candidate = decision.served_as(run.aggregates, verdict.candidate) if verdict.candidate else None
     if candidate is None:
         return None

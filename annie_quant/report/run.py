@@ -73,13 +73,12 @@ class MeasuredSide:
 
     def word(self, gate: str) -> str:
         """Return a gate's verdict: keeps or loses where it was compared with a reference, else pass or fail; or undecided."""
-        result, pair = self.gates[gate], self.data.paired.get(gate)
+        result = self.gates[gate]
+        pair = self.data.paired.get(gate)
         compared = pair is not None and pair.n > 0 and not result.advisory
-        return (
-            {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided")
-            if compared
-            else result.verdict
-        )
+        if not compared:
+            return result.verdict
+        return {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided")
 
     @property
     def deciding(self) -> dict[str, documents.GateResult]:
@@ -204,7 +203,8 @@ class LoadedRun:
     def folder_of(self, model: str) -> Path | None:
         """Return the folder of a model's checkpoint; None where it is not known or not there."""
         places = [self.folder / "models" / model]
-        if recorded := self.model(model).checkpoint:
+        recorded = self.model(model).checkpoint
+        if recorded:
             places = [
                 Path(recorded),
                 self.folder / recorded,
@@ -243,9 +243,8 @@ class LoadedRun:
 
     @property
     def workloads(self) -> list[str]:
-        return list(
-            dict.fromkeys(workload for side in self.served for workload in side.data.workloads)
-        )
+        names = dict.fromkeys(workload for s in self.served for workload in s.data.workloads)
+        return list(names)
 
     @property
     def candidate(self) -> ServedModel | None:
@@ -338,10 +337,10 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
+    document = documents.Run()
     try:
-        document = (
-            documents.salvage(documents.Run, folder / source) if source else None
-        ) or documents.Run()
+        if source:
+            document = documents.salvage(documents.Run, folder / source) or document
     except ValueError as error:
         raise UsageError(
             f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again"
@@ -371,7 +370,8 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
 
 def _records(path: Path) -> tuple[list[documents.RequestRecord], list[str]]:
     """Return (records, one message per line that is not a record)."""
-    records, bad_lines = [], []
+    records = []
+    bad_lines = []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
         if line.strip():
             try:
@@ -383,7 +383,8 @@ def _records(path: Path) -> tuple[list[documents.RequestRecord], list[str]]:
 
 def _served_from_records(run: LoadedRun) -> dict[str, documents.ServedSide]:
     """Return what records alone give of each backend: gates and percentiles."""
-    sides, fit = {}, timed(run.measured)
+    sides = {}
+    fit = timed(run.measured)
     for backend in dict.fromkeys(r.backend for r in run.measured):
         checks = checks_by_prompt([r for r in run.measured if r.backend == backend], run.greedy)
         by_label = labelled(r for r in fit if r.backend == backend)
@@ -408,7 +409,8 @@ def _show_verdict(
     stored: the verdicts of evaluations by model.
     chosen: the search's choice.
     """
-    verdict, candidate = run.verdict, run.verdict.candidate
+    verdict = run.verdict
+    candidate = run.verdict.candidate
     if not verdict.sentence:
         model = chosen or (
             next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None
@@ -453,7 +455,8 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
     Return the models of which run.json has no evaluation, or fewer arithmetics.
     """
     added: set[str | None] = set()
-    offline, members = run.aggregates.offline, run.aggregates.members
+    offline = run.aggregates.offline
+    members = run.aggregates.members
     for model, evaluation in evaluations.items():
         if evaluation.blocking:
             run.aggregates.blocking[model] = evaluation.blocking
@@ -512,7 +515,8 @@ def _add_sides(run: LoadedRun) -> None:
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
-    served, offline = run.served, run.offline
+    served = run.served
+    offline = run.offline
     there: dict[str, object] = {
         "verdict": source,
         "sizes": len(run.models) > len(run.unlisted),

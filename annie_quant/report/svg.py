@@ -43,21 +43,16 @@ class Drawing:
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._render(STYLE + MARKS)}\n'
 
     def _render(self, style: str) -> str:
-        tools = {
+        values = {
             "show": format,
             "plain": plain,
             "percent": percent,
             "joined": joined,
             "corners": corners,
+            "top": ROWS_TOP,
+            **self.values,
         }
-        return render_svg(
-            "charts/drawing.svg",
-            drawing=self,
-            n=next(_ids),
-            style=style,
-            **tools,
-            **{"top": ROWS_TOP, **self.values},
-        )
+        return render_svg("charts/drawing.svg", drawing=self, n=next(_ids), style=style, **values)
 
 
 def joined(points: Sequence[tuple[float, float]]) -> str:
@@ -65,12 +60,18 @@ def joined(points: Sequence[tuple[float, float]]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
+# By series: circle (drawn apart), square, diamond, triangle, in units of their size.
+_CORNERS = (
+    (),
+    ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
+    ((0, -1.25), (1.25, 0), (0, 1.25), (-1.25, 0)),
+    ((0, -1.2), (1.2, 0.96), (-1.2, 0.96)),
+)
+
+
 def corners(shape: int, x: float, y: float, size: float) -> str:
     """Return the corners of a square, diamond or triangle around a point."""
-    r = size * (0.9, 0.9, 1.25, 1.2)[shape % 4]
-    square, diamond = [(-r, -r), (r, -r), (r, r), (-r, r)], [(0, -r), (r, 0), (0, r), (-r, 0)]
-    offsets = (square, diamond, [(0, -r), (r, r * 0.8), (-r, r * 0.8)])[shape % 4 - 1]
-    return " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in offsets)
+    return " ".join(f"{x + dx * size:.1f},{y + dy * size:.1f}" for dx, dy in _CORNERS[shape % 4])
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -86,14 +87,17 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Return at most 5 of: 1, 2, 5 of each decade, or powers of ten where the range is wide."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    marks = [
-        m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001
-    ]
+    powers = [10.0**p for p in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    is_wide = math.log10(high / low) > 2.2
+    marks = powers if is_wide else [m * power for power, m in itertools.product(powers, (1, 2, 5))]
+    marks = _between(low, high, marks)
     if len(marks) > 5 and low <= 1e-2:  # 2 and 5 would be long decimals
-        marks = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
+        marks = _between(low, high, powers)
     return marks[:: max(1, math.ceil(len(marks) / 5))]
+
+
+def _between(low: float, high: float, marks: list[float]) -> list[float]:
+    return [mark for mark in marks if low * 0.999 <= mark <= high * 1.001]
 
 
 def plain(value: float) -> str:
@@ -125,8 +129,12 @@ def scale(
     return pixel
 
 
-WIDTH, WIDE = 340, 720  # pixels of a panel, and of a figure with one panel
-ROWS_LEFT, ROWS_TOP = 118, 30  # of a panel with one row per side
+# pixels of a panel, and of a figure with one panel
+WIDTH = 340
+WIDE = 720
+# of a panel with one row per side
+ROWS_LEFT = 118
+ROWS_TOP = 30
 
 
 @dataclass

@@ -9,12 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from annie_quant import documents
 from annie_quant.core.text import inert
@@ -22,7 +23,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.judge.decision.wording import is_change
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import format
-from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
+from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -74,6 +75,17 @@ class Table:
 
 def figure(text: str, key: str, value: float | None) -> Cell:
     return Cell(text, key=key, sort=value)
+
+
+def number(
+    row: object,
+    field: str,
+    key: str,
+    write: Callable[[float | None], str] = format.significant,
+) -> Cell:
+    """Return a field of a row as a cell, with its key."""
+    value = getattr(row, field)
+    return Cell(write(value), key=f"{key}{field}", sort=value)
 
 
 def gate_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
@@ -224,23 +236,25 @@ def gates_table(run: LoadedRun) -> Table:
     """One row per side and gate, with the rule."""
     caption = "Every gate of every model under every numerics and behind every server"
     table = Table(caption, "model", sortable=True)
-    for side, gate in ((s, g) for s in run.sides for g in run.gate_names if g in s.gates):
-        r, key = side.gates[gate], f"{side.key}|{gate}"
+    for side, gate in itertools.product(run.sides, run.gate_names):
+        r = side.gates.get(gate)
+        if r is None:
+            continue
+        key = f"{side.key}|{gate}"
+        share = format.share
+        required = MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else ""
         cells = {
             "where": Cell(side.title, css="word"),
             "gate": Cell(run.gate_title(gate), css="word"),
             "passes / n": figure(passes(r), f"gate|{key}", r.rate),
-            "rate": figure(format.share(r.rate), f"rate|{key}", r.rate),
+            "rate": figure(share(r.rate), f"rate|{key}", r.rate),
             "95 % interval": figure(
-                format.interval(r.low, r.high, format.share), f"interval|{key}", r.low
+                format.interval(r.low, r.high, share), f"interval|{key}", r.low
             ),
-            "rule": Cell(format.share(r.threshold), r.rule, css="rule", sort=r.threshold),
+            "rule": Cell(share(r.threshold), r.rule, css="rule", sort=r.threshold),
             "verdict": _verdict_cell(run, side, gate),
             "n to decide": Cell(format.count(r.n_to_decide) if r.n_to_decide else ""),
-            "requirement": Cell(
-                MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "",
-                css="word",
-            ),
+            "requirement": Cell(required, css="word"),
         }
         table.add(run.label(side.model), cells)
     return table
@@ -253,23 +267,23 @@ def _verdict_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
     return Cell(f"{format.SIGNS[verdict]} {side.word(gate)}", css=f"word {verdict}")
 
 
+STATISTICS = ("p50", "p90", "p99")
+
+
 def latency_table(run: LoadedRun, metric: str) -> Table:
     """One row per workload, three columns per backend: p50 with its interval, p90, p99."""
     sides = run.served
-    table = Table(
-        f"{LABELS[metric]}: p50 with its 95 % interval below, p90 and p99", "workload", ["n"]
-    )
+    caption = f"{LABELS[metric]}: p50 with its 95 % interval below, p90 and p99"
+    table = Table(caption, "workload", ["n", *STATISTICS * len(sides)])
     table.groups = [("", 1, ""), *((run.label(s.model), 3, s.model) for s in sides)]
-    table.header += ["p50", "p90", "p99"] * len(sides)
     for workload in run.workloads:
-        counts = [row.n for s in sides if (row := summary(s, workload, metric))]
+        summaries = [summary(side, workload, metric) for side in sides]
+        counts = [row.n for row in summaries if row]
         if counts:
-            cells = [
-                metric_cell(s, workload, metric, stat)
-                for s in sides
-                for stat in ("p50", "p90", "p99")
-            ]
-            table.rows.append((format.name(workload), [Cell(format.ends(counts)), *cells]))
+            cells = [Cell(format.ends(counts))]
+            for side, statistic in itertools.product(sides, STATISTICS):
+                cells.append(metric_cell(side, workload, metric, statistic))
+            table.rows.append((format.name(workload), cells))
     return table
 
 
@@ -277,21 +291,19 @@ def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Tab
     table = Table("KL divergence from bf16 per assistant token, in nats", "model", sortable=True)
     for side in run.offline:
         kl = side.data.kl
-        if kl is not None and (sides is None or side in sides):
-            key, means = f"kl|{side.key}|", ("mean", "median", "p99", "max")
-            cells = {"numerics": Cell(side.how, css="word")}
-            cells |= {
-                k: figure(format.significant(getattr(kl, k)), key + k, getattr(kl, k))
-                for k in means
-            }
-            cells["same top token"] = figure(
-                format.share(kl.same_top), f"{key}same_top", kl.same_top
-            )
-            cells["tokens"] = figure(format.count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens)
-            cells["perplexity"] = Cell(
+        if kl is None or (sides is not None and side not in sides):
+            continue
+        key = f"kl|{side.key}|"
+        cells = {
+            "numerics": Cell(side.how, css="word"),
+            **{field: number(kl, field, key) for field in ("mean", "median", "p99", "max")},
+            "same top token": number(kl, "same_top", key, format.share),
+            "tokens": number(kl, "n_tokens", key, format.count),
+            "perplexity": Cell(
                 format.significant(side.data.perplexity), key=f"perplexity|{side.key}"
-            )
-            table.add(run.label(side.model), cells)
+            ),
+        }
+        table.add(run.label(side.model), cells)
     return table
 
 
@@ -312,23 +324,21 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
         if only_all and row.workload != "all":
             continue
         key = f"cmp|{index}|"
-        differs = "yes" if row.significant else "too few" if row.too_few else "not shown"
+        differs = "too few" if row.too_few else "not shown"
         cells = {
             "b": Cell(labels.get(row.b, format.name(row.b)), css="word"),
             "workload": Cell(format.name(row.workload), css="word"),
             "metric": Cell(LABELS.get(row.metric, format.name(row.metric)), css="word"),
-            "prompts": figure(format.count(row.n_prompts), f"{key}n_prompts", row.n_prompts),
-            "median a": figure(format.significant(row.median_a), f"{key}median_a", row.median_a),
-            "median b": figure(format.significant(row.median_b), f"{key}median_b", row.median_b),
-            "b − a": figure(
-                format.signed(row.median_difference),
-                f"{key}median_difference",
-                row.median_difference,
-            ),
+            "prompts": number(row, "n_prompts", key, format.count),
+            "median a": number(row, "median_a", key),
+            "median b": number(row, "median_b", key),
+            "b − a": number(row, "median_difference", key, format.signed),
             "interval": Cell(format.bounds(row.low, row.high), sort=row.low),
-            "noise": figure(format.tolerance(row.noise), f"{key}noise", row.noise),
-            "p (Holm)": figure(format.p_value(row.p_holm), f"{key}p_holm", row.p_holm),
-            "differs": Cell(differs, css="word sure" if row.significant else "word"),
+            "noise": number(row, "noise", key, format.tolerance),
+            "p (Holm)": number(row, "p_holm", key, format.p_value),
+            "differs": Cell("yes", css="word sure")
+            if row.significant
+            else Cell(differs, css="word"),
         }
         table.add(labels.get(row.a, format.name(row.a)), cells)
     return table
@@ -346,57 +356,69 @@ def memory_table(run: LoadedRun) -> Table:
     caption = "Memory of each server, the highest seen, one measurement each (n = 1)"
     table = Table(caption, "server", ["idle", "1 request", "5 at once", "source"])
     for side in run.served:
-        if memory := side.data.memory_bytes:
-            figures = [(f"memory|{side.key}|{level}", getattr(memory, level)) for level in LEVELS]
-            cells = [
-                Cell(format.size(v), key=key if v is not None else "", sort=v) for key, v in figures
-            ]
-            source = SOURCES.get(memory.source, memory.source) or "not recorded"
-            table.rows.append(
-                (f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")])
-            )
+        memory = side.data.memory_bytes
+        if memory is None:
+            continue
+        cells = [number(memory, level, f"memory|{side.key}|", format.size) for level in LEVELS]
+        for cell in cells:
+            cell.key = cell.key if cell.sort is not None else ""
+        source = SOURCES.get(memory.source, memory.source) or "not recorded"
+        cells.append(Cell(source, css="word"))
+        table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
     return table
 
 
 def ladder_tables(run: LoadedRun) -> list[Table]:
     """One table per axis of a ladder: one row per backend, one column per level."""
-    tables = []
-    rows = [
-        (side, ladder)
-        for side in run.served
-        for ladder in run.aggregates.ladders.get(side.name, [])
-    ]
-    for axis in dict.fromkeys(ladder.axis for _, ladder in rows):
-        own = [(side, ladder) for side, ladder in rows if ladder.axis == axis]
-        levels = sorted({point.level for _, ladder in own for point in ladder.points})
-        table = Table(
-            f"Prompts that are right in every repeat at each level of {format.name(axis)}, with 95 % Wilson intervals; "
-            f"{format.SIGNS['fail']}: from the cliff on",
-            "model",
-            [format.count(level) for level in levels],
-        )
-        for side, ladder in own:
-            points, breaks = (
-                {p.level: p for p in ladder.points},
-                ladder.cliff.breaks if ladder.cliff else None,
-            )
-            cells = [
-                _level_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels
-            ]
-            table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
-        tables.append(table)
-    return tables
+    rows: dict[str, list[tuple[ServedModel, documents.Ladder]]] = {}
+    for side in run.served:
+        for ladder in run.aggregates.ladders.get(side.name, []):
+            rows.setdefault(ladder.axis, []).append((side, ladder))
+    return [_ladder_table(run, axis, of_axis) for axis, of_axis in rows.items()]
+
+
+def _ladder_table(
+    run: LoadedRun, axis: str, rows: Sequence[tuple[ServedModel, documents.Ladder]]
+) -> Table:
+    points = itertools.chain.from_iterable(ladder.points for _, ladder in rows)
+    levels = sorted({point.level for point in points})
+    table = Table(
+        f"Prompts that are right in every repeat at each level of {format.name(axis)}, with 95 % Wilson intervals; "
+        f"{format.SIGNS['fail']}: from the cliff on",
+        "model",
+        [format.count(level) for level in levels],
+    )
+    for side, ladder in rows:
+        by_level = {point.level: point for point in ladder.points}
+        breaks = ladder.cliff.breaks if ladder.cliff else None
+        cells = [
+            _level_cell(by_level.get(n), worse=breaks is not None and n >= breaks) for n in levels
+        ]
+        table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
+    return table
 
 
 def _level_cell(point: documents.LadderPoint | None, worse: bool) -> Cell:
     if point is None:
         return Cell(format.DASH, css="none")
-    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (
-        f" {format.SIGNS['fail']}" if worse else ""
-    )
-    return Cell(
-        text, format.interval(point.low, point.high, format.share), css="fail" if worse else ""
-    )
+    text = f"{format.count(point.passes)}/{format.count(point.n)}"
+    interval = format.interval(point.low, point.high, format.share)
+    if worse:
+        return Cell(f"{text} {format.SIGNS['fail']}", interval, css="fail")
+    return Cell(text, interval)
+
+
+STABILITY_COLUMNS = (
+    "prompts",
+    "A/A",
+    "interval",
+    "noise",
+    "step",
+    "interval of the step",
+    "after",
+    "p (Holm)",
+    "changed",
+)
 
 
 def stability_table(run: LoadedRun) -> Table:
@@ -409,32 +431,32 @@ def stability_table(run: LoadedRun) -> Table:
     labels = {s.name: run.label(s.model) for s in run.served}
     drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}
     noise = run.aggregates.noise
+    dash = Cell(format.DASH)
     for backend in dict.fromkeys([*noise, *(row.backend for row in run.aggregates.drift)]):
         rows = noise.get(backend, [])  # none where no prompt was measured twice
         single = len({row.workload for row in rows}) == 1
+        floors = {row.metric: row for row in reversed(rows) if single or row.workload == "all"}
         for metric in ("ttft_content_ms", "tpot_ms"):
-            floors = [
-                row for row in rows if row.metric == metric and (single or row.workload == "all")
-            ]
-            floor, step, dash = next(iter(floors), None), drifts.get((backend, metric)), format.DASH
+            floor = floors.get(metric)
+            step = drifts.get((backend, metric))
             if floor is None and step is None:
                 continue
             cells = {
                 "metric": Cell(LABELS[metric], css="word"),
-                "prompts": Cell(format.count(floor.n_repeated) if floor else dash),
-                "A/A": Cell(format.signed(floor.difference) if floor else dash),
-                "interval": Cell(format.bounds(floor.low, floor.high) if floor else dash),
-                "noise": Cell(format.tolerance(floor.floor if floor else None)),
-                "step": Cell(f"{step.shift:+.1%}" if step else dash),
-                "interval of the step": Cell(
-                    f"{step.low:+.1%} to {step.high:+.1%}" if step else dash
-                ),
-                "after": Cell(format.seconds(step.after_s) if step else dash),
-                "p (Holm)": Cell(format.p_value(step.p_holm) if step else dash),
-                "changed": Cell(
-                    ("yes" if step.significant else "not shown") if step else dash, css="word"
-                ),
+                **dict.fromkeys(STABILITY_COLUMNS, dash),
             }
+            if floor:
+                cells["prompts"] = Cell(format.count(floor.n_repeated))
+                cells["A/A"] = Cell(format.signed(floor.difference))
+                cells["interval"] = Cell(format.bounds(floor.low, floor.high))
+                cells["noise"] = Cell(format.tolerance(floor.floor))
+            if step:
+                cells["step"] = Cell(f"{step.shift:+.1%}")
+                cells["interval of the step"] = Cell(f"{step.low:+.1%} to {step.high:+.1%}")
+                cells["after"] = Cell(format.seconds(step.after_s))
+                cells["p (Holm)"] = Cell(format.p_value(step.p_holm))
+                changed = "yes" if step.significant else "not shown"
+                cells["changed"] = Cell(changed, css="word")
             table.add(labels.get(backend, format.name(backend)), cells)
     return table
 
@@ -476,70 +498,52 @@ def _flat(value: JsonObject, prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(item, dict):
             rows += _flat(item, f"{label} · ")
         elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
-            rows += _flat({f"{label} {index + 1}": part for index, part in enumerate(item)})
+            rows += _flat({f"{label} {index}": part for index, part in enumerate(item, 1)})
         elif item not in (None, "", [], {}):
-            rows.append(
-                (label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400])
-            )
+            text = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+            rows.append((label, text[:400]))
     return rows
 
 
-CSV_COLUMNS = (
-    "model",
-    "part",
-    "where",
-    "workload",
-    "metric",
-    "n",
-    "n_prompts",
-    "p50",
-    "p90",
-    "p99",
-    "mean",
-    "low",
-    "high",
-    "passes",
-    "threshold",
-    "verdict",
-)
+CSV_COLUMNS = "model part where workload metric n n_prompts p50 p90 p99 mean low high passes threshold verdict"
 
 
 def csv_rows(run: LoadedRun) -> list[JsonObject]:
     """results.csv, one row per figure; gates are metric "gate:NAME" with their rate in `mean`, as in bench exports."""
     rows: list[JsonObject] = []
     for model, metric in itertools.product(run.models, ("size_bytes", "bits_per_weight")):
-        rows.append(
-            {"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)}
-        )
+        size = {"model": model.name, "part": "size", "metric": metric}
+        rows.append({**size, "mean": getattr(model, metric)})
     for side in run.sides:
         identity = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
         for gate, r in side.gates.items():
-            fields = {
-                k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")
-            }
-            rows.append(
-                identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate}
-            )
-        if not isinstance(side, ServedModel):
-            if kl := side.data.kl:
-                rows.append(identity | {"metric": "kl_nats"} | _divergence(kl))
-                rows.append(
-                    identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top}
-                )
-                if kl.decisions:
-                    rows.append(
-                        identity | {"metric": "kl_nats:decisions"} | _divergence(kl.decisions)
-                    )
-            continue
-        for workload in side.data.workloads:
-            for metric in COMPARED:
-                if row := summary(side, workload, metric):
-                    fields = {k: getattr(row, k) for k in row.__struct_fields__}
-                    rows.append(identity | fields | {"workload": workload, "metric": metric})
-        for level in LEVELS:
-            value = getattr(side.data.memory_bytes, level, None)
-            rows.append(identity | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
+            rows.append({"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
+            for column in ("n", "low", "high", "passes", "threshold", "verdict"):
+                rows[-1][column] = getattr(r, column)
+            rows[-1] |= identity
+        figures = _served_rows(side) if isinstance(side, ServedModel) else _offline_rows(side)
+        rows += [identity | row for row in figures]
     return [row for row in rows if row["mean"] is not None]
+
+
+def _offline_rows(side: OfflineModel) -> Iterator[JsonObject]:
+    kl = side.data.kl
+    if kl is None:
+        return
+    yield {"metric": "kl_nats", **_divergence(kl)}
+    yield {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top}
+    if kl.decisions:
+        yield {"metric": "kl_nats:decisions", **_divergence(kl.decisions)}
+
+
+def _served_rows(side: ServedModel) -> Iterator[JsonObject]:
+    for workload, metric in itertools.product(side.data.workloads, COMPARED):
+        row = summary(side, workload, metric)
+        if row:
+            yield {**asdict(row), "workload": workload, "metric": metric}
+    for level in LEVELS:
+        value = getattr(side.data.memory_bytes, level, None)
+        yield {"metric": f"memory_bytes:{level}", "n": 1, "mean": value}
 
 
 def _divergence(figures: documents.KLFigures) -> dict[str, float]:
@@ -548,7 +552,7 @@ def _divergence(figures: documents.KLFigures) -> dict[str, float]:
 
 def csv_text(run: LoadedRun) -> str:
     out = io.StringIO()
-    table = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n", restval="")
+    table = csv.DictWriter(out, CSV_COLUMNS.split(), lineterminator="\n", restval="")
     table.writeheader()
     table.writerows(csv_rows(run))
     return out.getvalue()
@@ -560,25 +564,22 @@ def grid(table: Table, left: int = 1) -> Markup:
 
     header = table.header
     if table.groups:
-        groups = [label for label, span, _ in table.groups for _ in range(span)]
-        header = [
-            f"{label} {title.splitlines()[0]}".strip()
-            for label, title in zip(groups, header, strict=True)
-        ]
+        groups: list[str] = []
+        for label, span, _ in table.groups:
+            groups += [label] * span
+        first_lines = [title.splitlines()[0] for title in header]
+        header = [" ".join(pair).strip() for pair in zip(groups, first_lines, strict=True)]
     rows = [[table.first, *header], *([name, *_cell_texts(cells)] for name, cells in table.rows)]
-    body = [[inert(cell) for cell in row] for row in rows]
-    columns = max(map(len, body))
-    body = [row + [""] * (columns - len(row)) for row in body]
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    lines = []
-    for row in body:
-        padded = [
-            c.ljust(w) if i < left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("| " + " | ".join(padded) + " |")
-    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
-    return Markup("\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]]))  # noqa: S704, each cell is inert
+    columns = list(itertools.zip_longest(*rows, fillvalue=""))
+    for index, texts in enumerate(columns):
+        shown = [inert(text) for text in texts]
+        width = max(map(len, shown))
+        is_left = index < left
+        padded = [text.ljust(width) if is_left else text.rjust(width) for text in shown]
+        rule = "-" * (width + 2) if is_left else "-" * (width + 1) + ":"
+        columns[index] = (f" {padded[0]} ", rule, *(f" {text} " for text in padded[1:]))
+    lines = [f"|{'|'.join(row)}|" for row in zip(*columns, strict=True)]
+    return Markup("\n".join(lines))  # noqa: S704, each cell is inert
 
 
 def _cell_texts(cells: list[Cell]) -> list[str]:

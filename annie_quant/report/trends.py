@@ -88,13 +88,16 @@ class FigureLine:
 
     def change(self, index: int) -> Direction:
         """Return whether a run is significantly better or worse than the latest earlier run that has the figure."""
-        now, before = self.points[index], self.before(index)
+        now = self.points[index]
+        before = self.before(index)
         if now is None or before is None or now.context != before.context:
             return ""
         if now.low is None or now.high is None or before.low is None or before.high is None:
             return ""
         gain = self.better * ((now.low > before.high) - (now.high < before.low))
-        return "better" if gain > 0 else "worse" if gain < 0 else ""
+        if not gain:
+            return ""
+        return "better" if gain > 0 else "worse"
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,15 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
     runs = in_order([load(d) for d in run_dirs])
     if len(runs) < 2:
         raise UsageError("trends need two runs or more", "annie-quant report DIR DIR")
-    names, lines = labels(runs), collect(runs)
+    names = labels(runs)
+    lines = collect(runs)
     tables = [
         overview(runs, names),
         *(group_table(g, title, lines, names) for g, title in GROUPS.items()),
     ]
     tables = [t for t in tables if t.rows]
-    differing, changed = differences(runs, names), changes(lines, names)
+    differing = differences(runs, names)
+    changed = changes(lines, names)
     worse = sum(c.direction == "worse" for c in changed)
     headline = f"{len(names)} runs: no significant change"
     if changed:
@@ -163,40 +168,32 @@ def collect(runs: list[LoadedRun]) -> list[FigureLine]:
 
 def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
     """Yield (key, title, where, better, point) of every figure of a run."""
-    machine, prompts = _machine(run), _prompts(run)
+    machine = _machine(run)
+    prompts = _prompts(run)
     for side in run.sides:
         where = f"{run.label(side.model)}, {side.title}"
         for gate in run.gate_names:
-            result = side.gates.get(gate)
-            if result and result.n:
+            r = side.gates.get(gate)
+            if r and r.n:
                 context = prompts if isinstance(side, ServedModel) else ""
-                point = RunFigure(
-                    result.rate, result.low, result.high, result.n, result.verdict, context
-                )
-                better = 0 if result.advisory else 1
+                point = RunFigure(r.rate, r.low, r.high, r.n, r.verdict, context)
+                better = 0 if r.advisory else 1
                 yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, better, point
-        speeds = side.data.speed_gates if isinstance(side, ServedModel) else {}
+        if isinstance(side, OfflineModel):
+            kl = side.data.kl
+            if kl:
+                point = RunFigure(kl.mean, n=kl.n_tokens)
+                yield f"kl|{side.key}|mean", "mean KL, nats", where, -1, point
+            continue
         for gate, (title, better) in SPEEDS.items():
-            if row := speeds.get(gate):
+            row = side.data.speed_gates.get(gate)
+            if row:
                 point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
                 yield f"speed|{side.key}|{gate}", title, where, better, point
-        if isinstance(side, OfflineModel) and (kl := side.data.kl):
-            yield (
-                f"kl|{side.key}|mean",
-                "mean KL, nats",
-                where,
-                -1,
-                RunFigure(kl.mean, n=kl.n_tokens),
-            )
     for model in run.models:
         if model.size_bytes is not None:
-            yield (
-                f"size|{model.name}|",
-                "size on disk",
-                run.label(model.name),
-                -1,
-                RunFigure(model.size_bytes),
-            )
+            point = RunFigure(model.size_bytes)
+            yield f"size|{model.name}|", "size on disk", run.label(model.name), -1, point
 
 
 def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
@@ -209,7 +206,8 @@ def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
     ):
         groups = defaultdict(list)
         for run, label in zip(runs, names, strict=True):
-            if value := key(run):
+            value = key(run)
+            if value:
                 groups[value].append(label)
         if len(groups) > 1:
             sentences.append(
@@ -238,7 +236,8 @@ def _prompts(run: LoadedRun) -> str:
 def overview(runs: list[LoadedRun], names: list[str]) -> Table:
     table = Table("The runs, oldest first", "run", sortable=True)
     for run, label in zip(runs, names, strict=True):
-        outcome, environment = comparison.outcome(run), run.document.environment
+        outcome = comparison.outcome(run)
+        environment = run.document.environment
         cells = {
             "time": Cell(environment.time or DASH, css="word"),
             "machine": Cell(environment.cpu or DASH, css="word"),
@@ -276,12 +275,9 @@ def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
     rows = []
     for line in lines:
         for index, now in enumerate(line.points):
-            before, direction = line.before(index), line.change(index)
+            before = line.before(index)
+            direction = line.change(index)
             if now and before and direction:
-                values = f"{line.text(before)} → {line.text(now)}"
-                rows.append(
-                    FigureChange(
-                        direction, f"{line.title}, {line.where}: {values} in {names[index]}"
-                    )
-                )
+                figures = f"{line.text(before)} → {line.text(now)} in {names[index]}"
+                rows.append(FigureChange(direction, f"{line.title}, {line.where}: {figures}"))
     return sorted(rows, key=lambda c: c.direction != "worse")

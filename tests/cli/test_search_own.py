@@ -8,7 +8,7 @@ from annie_quant import judge
 from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import offline_prompts
 from annie_quant.documents import GateResult, MemberVerdict, PairedVerdict, StrategyRow
-from annie_quant.judge.sampling import LEAST_ANSWERS, prompts_per_gate
+from annie_quant.judge.sampling import MIN_ANSWERS_PER_GATE, prompts_per_gate
 
 
 def result(n, basis="reference", **more):
@@ -43,7 +43,7 @@ def test_a_gate_that_applies_to_few_of_bf16s_answers_gets_more_prompts(workloads
     assert size(prompts) == 100
     few = {"same_language": result(26), "same_text": result(100)}
     more = more_prompts(100, workloads, few)
-    assert size(more) == -(-100 * LEAST_ANSWERS // 26)
+    assert size(more) == -(-100 * MIN_ANSWERS_PER_GATE // 26)
     assert {c.id for c in prompts[0].cases} <= {
         c.id for c in more[0].cases
     }  # bf16's answers to these are stored already
@@ -55,7 +55,7 @@ def test_a_gate_that_applies_to_few_of_bf16s_answers_gets_more_prompts(workloads
 @pytest.mark.parametrize(
     "gates",
     [
-        {"same_language": result(LEAST_ANSWERS)},
+        {"same_language": result(MIN_ANSWERS_PER_GATE)},
         {
             "same_language": result(3, advisory=True)
         },  # too rare in bf16's answers to be judged at all

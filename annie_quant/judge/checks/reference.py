@@ -223,9 +223,9 @@ def language_of(text: str) -> str | None:
         return None
     if script != "LATIN":
         return script.capitalize()
-    counts = Counter(
-        {name: sum(word in common for word in words) for name, common in LANGUAGES.items()}
-    )
+    counts = Counter(dict.fromkeys(LANGUAGES, 0))
+    for name, common in LANGUAGES.items():
+        counts[name] = sum(word in common for word in words)
     (first, most), (_, second) = counts.most_common(2)
     return first if most >= 2 and most >= 2 * second else None
 

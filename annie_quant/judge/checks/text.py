@@ -222,7 +222,8 @@ def _parser() -> MarkdownIt:
 @lru_cache(maxsize=2048)  # as repeats()
 def markdown_in(text: str) -> str:
     """Return the first kind of markdown ("bold", "list", "heading", …); "" where there is none."""
-    tokens, lines = _parser().parse(text), text.split("\n")
+    tokens = _parser().parse(text)
+    lines = text.split("\n")
     for index, token in enumerate(tokens):
         kind = _BLOCKS.get(token.type)
         if kind and not _prose_block(lines, tokens, index):
@@ -251,7 +252,8 @@ def _prose_block(lines: list[str], tokens: list[Token], index: int) -> bool:
 def _is_list(tokens: list[Token], index: int) -> bool:
     """A list of two items is a list; one item may be a signed number ('- 5 degrees') or prose ('15. That is …')."""
     level = tokens[index].level
-    items, contents = [], []
+    items = []
+    contents = []
     for token in tokens[index + 1 :]:
         if token.type.endswith("_list_close") and token.level == level:
             break
@@ -325,7 +327,8 @@ _PREAMBLE = re.compile(
 
 def leaked(text: str) -> str:
     """Return what thinking is in visible text, as a phrase; "" where there is none."""
-    if tag := _TAG.search(text):
+    tag = _TAG.search(text)
+    if tag:
         return f"a {tag.group(0).strip()!r} tag in the content"
     preamble = _PREAMBLE.match(text)
     return (

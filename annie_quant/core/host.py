@@ -121,8 +121,9 @@ def listening_pid(port: int) -> int | None:
     except (psutil.Error, OSError):
         return None
     for connection in connections:
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-        if listens and connection.laddr.port == port and connection.pid:
+        if connection.status != psutil.CONN_LISTEN or not connection.laddr:
+            continue
+        if connection.laddr.port == port and connection.pid:
             return connection.pid
     return None
 

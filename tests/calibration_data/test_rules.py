@@ -16,7 +16,14 @@ from annie_quant.data import (
     teachers,
     validate,
 )
-from annie_quant.data.rows import MAX_ANSWER, DuplicateFinder, faults, gate_texts
+from annie_quant.data.rows import (
+    MAX_ANSWER,
+    DuplicateFinder,
+    faults,
+    gate_texts,
+    read_conversations,
+    read_rows,
+)
 from annie_quant.documents.persona import PERSONAS_FOLDER
 from annie_quant.judge import load_workloads
 
@@ -232,3 +239,14 @@ def test_rows_without_provenance_are_compared_only_with_an_explicit_prompt():
     assert check_prompt_hash([row]) is None
     with pytest.raises(UsageError):
         check_prompt_hash([row], persona="annie")
+
+
+def test_a_file_that_changes_is_read_again_and_no_conversations_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    path.write_text(f"{line}\n")
+    assert len(read_rows(path)) == len(read_rows(path)) == 1
+    path.write_text(f"{line}\n{line}\n")
+    assert len(read_conversations(path)) == 2 and len(read_conversations(path, 1)) == 1
+    with pytest.raises(UsageError, match="0 conversations are too few"):
+        read_conversations(path, 0)

@@ -102,7 +102,7 @@ MANNERS = "non_empty no_markdown thinking_leak repetition stop"
 
 
 def build() -> list[dict[str, Any]]:
-    draw = exchanges.draw
+    draw = exchanges.draw_category
     tokyo = exchanges.fact("capital", "Japan", "Tokyo", "What is the capital of Japan?")
     boxes = Exchange(
         "reasoning",

@@ -67,10 +67,20 @@ def read_whole_conversations(job: Job[StrategyOptions], progress: Progress) -> C
 def _read(job: Job[StrategyOptions], progress: Progress, of_row: SamplesOfRow) -> CalibrationText:
     every = read_conversations(job.conversations)
     rows = read_conversations(every, job.calib_samples)
-    text = text_of_rows(job.model, rows, job.calib_tokens, of_row)
+    text = text_of_rows(job.model, rows, job.calib_tokens, of_row, stored_positions(job))
     text.use.in_file = len(every)
     progress.message(f"calibration: {text.use.line()}")
     return text
+
+
+def stored_positions(job: Job[StrategyOptions]) -> int:
+    """Return affordable_positions as the first run of an interrupted job measured them, so that a rerun uses the same rows."""
+    file = job.measurements("affordable_positions.json")
+    positions: int | None = file.load()
+    if positions is None:
+        positions = affordable_positions(ModelFolder(job.model))
+        file.save(positions)
+    return positions
 
 
 def text_of_rows(
@@ -78,10 +88,12 @@ def text_of_rows(
     rows: Sequence[JsonObject],
     calib_tokens: int | None = None,
     of_row: SamplesOfRow | None = None,
+    positions: int | None = None,
 ) -> CalibrationText:
     """Return the samples of conversations that the limits allow, one per answer unless `of_row` makes others.
 
     calib_tokens: most tokens of a row; None: the model's context, or what memory allows.
+    positions: that memory holds, by default those that are free now.
     Raises UsageError where fewer than half of the conversations can be used.
     """
     template = Template(model)
@@ -92,7 +104,7 @@ def text_of_rows(
             samples += (of_row or answer_samples)(template, row, number)
         except AnswerNotLocated as error:
             not_located[str(error)] += 1
-    limit = limit_of(model, samples, calib_tokens)
+    limit = limit_of(model, samples, calib_tokens, positions)
     used = [sample for sample in samples if len(sample.ids) <= limit.tokens]
     use = use_of(samples, used, len(rows), limit, not_located)
     if use.conversations < MIN_SHARE_OF_ROWS * len(rows):
@@ -137,7 +149,10 @@ def conversation_samples(
 
 
 def limit_of(
-    model: Path, samples: Sequence[CalibrationSample], calib_tokens: int | None
+    model: Path,
+    samples: Sequence[CalibrationSample],
+    calib_tokens: int | None,
+    positions: int | None,
 ) -> RowLimit:
     """Return `calib_tokens`; without it the model's context, or fewer tokens where the states of all rows do not fit."""
     if calib_tokens is not None:
@@ -146,7 +161,7 @@ def limit_of(
     context = integer(folder.text_config.get("max_position_embeddings"))
     longest = max((len(sample.ids) for sample in samples), default=1)
     limit = RowLimit(context or longest, "the model's context")
-    positions = affordable_positions(folder)
+    positions = affordable_positions(folder) if positions is None else positions
     fitting = [sample for sample in samples if len(sample.ids) <= limit.tokens]
     if distinct_positions(sample.ids for sample in fitting) <= positions:
         return limit

@@ -163,55 +163,37 @@ def estimate(
     options: of the strategy. Raises UsageError for one that it does not have.
     device: that decodes, by default this machine where it was measured, else a GB10.
     """
-    part = strategies.find(strategy)
-    part.settings(options or {})  # refuses settings that the strategy does not have
-    whole = part.cost.whole_model
+    chosen = strategies.find(strategy)
+    chosen.settings(options or {})  # refuses settings that the strategy does not have
+    cost = chosen.cost
     published = published_sizes().get(str(model))
-    layerwise = part.cost.layerwise
+    layerwise = cost.layerwise
     if not published:
         config = ModelFolder(model).config
-        strategies.check_family(part, config)
-        layerwise &= not part.any_family or models.is_known(config)
+        strategies.check_family(chosen, config)
+        layerwise &= not chosen.any_family or models.is_known(config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK if published else measure())
-    cost = part.cost
-    counts = size.counts
-    size_bytes = sum(n * part.bits(kind) / 8 for kind, n in counts.items())
-    weights = sum(counts.values())
-    body = weights - counts.get("embedding", 0)
-    text = assumed_text(samples, tokens)
+    weights = sum(size.counts.values())
+    size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
+    rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
+    text = NO_TEXT
     if cost.passes and calib_data:
         text = text_of_file(calib_data, samples, None if published else Path(model), calib_tokens)
-    positions = text.computed if cost.passes else 0
+    elif cost.passes:
+        text = assumed_text(samples, tokens)
     width = 4 if in_float32(2 * weights, rates.on_cpu) else 2  # bytes of a number
     if layerwise:
-        layer = (
-            (cost.bytes_per_layer_weight + width - 2)
-            * (body - counts.get("head", 0))
-            / max(1, size.layers)
-        )
-        peak = BASE_BYTES + (
-            layer + HIDDEN_COPIES * positions * size.hidden_size * width if cost.passes else 0
-        )
-        peak += TEXT_BYTES * text.tokens if cost.passes else 0
-        peak += cost.hessians * 4 * size.intermediate_size**2
+        peak = layerwise_bytes(cost, size, text, width)
         peak += size_bytes if cost.keeps_results else 0
-        inputs = (
-            width * positions * n for n in (size.hidden_size, size.intermediate_size)
-        )  # of a block's last linear
-        peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
-        logits = (
-            4
-            * min(positions, BATCH_TOKENS)
-            * max(counts["head"], counts["embedding"])
-            / size.hidden_size
-        )
-        peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
-    rounded = sum(n for kind, n in counts.items() if part.bits(kind) < BF16.bits)
-    if whole:
-        peak = max(peak, BASE_BYTES + width / 2 * whole * rounded + width * (weights - rounded))
+        vocabulary = max(size.counts["head"], size.counts["embedding"]) / size.hidden_size
+        logits = 4 * min(text.computed, BATCH_TOKENS) * vocabulary
+        peak = BASE_BYTES + cost.bytes_per_weight * weights + logits
+    if cost.whole_model:
+        whole = width / 2 * cost.whole_model * rounded + width * (weights - rounded)
+        peak = max(peak, BASE_BYTES + whole)
     seconds = {
         "read": 2 * weights / DISK,
         "encode": cost.encode * 2 * rounded / rates.encode,
@@ -219,24 +201,37 @@ def estimate(
     }
     if cost.passes:
         seconds |= calibration_seconds(cost, size, rates, text, rounded)
-    read_bytes = size_bytes - counts.get("embedding", 0) * 2
-    read = TokenBytes(read_bytes, size.layers)
+    read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * 2, size.layers)
     if not published:
         shards = ModelFolder(model)
-        read = decode_speed.token_bytes(shards, strategy_read_bytes(shards, part))
+        read = decode_speed.token_bytes(shards, strategy_read_bytes(shards, chosen))
     return Estimate(
-        part.name,
-        size.label,
-        weights,
-        round(size_bytes),
-        8 * size_bytes / weights,
-        decode_speed.speed_of(read, device),
-        round(peak),
-        layerwise and not whole,
-        seconds,
-        rates,
-        text.line if cost.passes else "",
+        strategy=chosen.name,
+        model=size.label,
+        weights=weights,
+        size_bytes=round(size_bytes),
+        bits_per_weight=8 * size_bytes / weights,
+        speed=decode_speed.speed_of(read, device),
+        peak_bytes=round(peak),
+        layerwise=layerwise and not cost.whole_model,
+        seconds=seconds,
+        rates=rates,
+        text=text.line,
     )
+
+
+def layerwise_bytes(cost: Cost, size: ModelSize, text: TextSize, width: int) -> float:
+    """Return the memory of a strategy with one layer at a time, without its results. width: bytes of a number."""
+    total = BASE_BYTES + cost.hessians * 4 * size.intermediate_size**2
+    if not cost.passes:
+        return total
+    outside = size.counts.get("embedding", 0) + size.counts.get("head", 0)
+    layer = (sum(size.counts.values()) - outside) / max(1, size.layers)
+    total += (cost.bytes_per_layer_weight + width - 2) * layer
+    total += HIDDEN_COPIES * text.computed * size.hidden_size * width + TEXT_BYTES * text.tokens
+    # The inputs of a block's last linear.
+    inputs = [width * text.computed * n for n in (size.hidden_size, size.intermediate_size)]
+    return total + max((stored for stored in inputs if stored <= cost.kept_inputs), default=0)
 
 
 def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:
@@ -254,19 +249,24 @@ class TextSize:
     conversations: number of them.
     tokens: of all conversations.
     computed: of these tokens, where a prefix that several rows share counts once.
+    prefix: tokens that most conversations share, which each trial computes.
     line: describes it.
     """
 
-    conversations: int
-    tokens: int
-    computed: int
-    line: str
+    conversations: int = 0
+    tokens: int = 0
+    computed: int = 0
+    prefix: int = 0
+    line: str = ""
+
+
+NO_TEXT = TextSize()
 
 
 def assumed_text(samples: int, tokens: int) -> TextSize:
     """Return the size of a text that is not given."""
     line = f"{samples} conversations of {tokens} tokens, assumed: --calib-data counts your own"
-    return TextSize(samples, samples * tokens, samples * tokens, line)
+    return TextSize(samples, samples * tokens, samples * tokens, line=line)
 
 
 def text_of_file(
@@ -284,12 +284,12 @@ def text_of_file(
         from annie_quant.quantize.calibration_text import text_of_rows
 
         use = text_of_rows(model, rows, calib_tokens).use
-        return TextSize(use.conversations, use.tokens, use.computed, use.line())
+        return TextSize(use.conversations, use.tokens, use.computed, use.prefix, use.line())
     texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)
     tokens = sum(map(len, texts)) // CHARACTERS
     shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) // CHARACTERS
     line = f"{len(rows)} conversations, about {tokens:,} tokens"
-    return TextSize(len(rows), tokens, tokens - shared, line)
+    return TextSize(len(rows), tokens, tokens - shared, line=line)
 
 
 def calibration_seconds(
@@ -302,23 +302,19 @@ def calibration_seconds(
     layers = size.layers
     mlp = size.counts.get("mlp", 0)
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
-    rate = (
-        rates.float32_flop_s
-        if in_float32(2 * sum(size.counts.values()), rates.on_cpu)
-        else rates.flop_s
-    )
+    in_full = in_float32(2 * sum(size.counts.values()), rates.on_cpu)
+    rate = rates.float32_flop_s if in_full else rates.flop_s
     tokens = cost.passes * positions
     rounds = 1
     if cost.held_out_look and rates.on_cpu:  # trials have few tokens there, and rounding counts
         from annie_quant.quantize import held_out, mixed_formats
 
-        trials = mixed_formats.BANDS * min(positions, mixed_formats.POSITIONS)
-        scored = 4 * min(positions, held_out.TRIAL_POSITIONS["cpu"])
-        tokens = trials + scored + 2 * positions
+        of_trial = text.prefix + min(positions, mixed_formats.POSITIONS)
+        scored = text.prefix + min(positions, held_out.TRIAL_POSITIONS["cpu"])
+        tokens = mixed_formats.BANDS * of_trial + 4 * scored + 2 * positions
         rounds = 2
-    activations = (
-        4 * tokens * layers * (20 * hidden + 6 * width)
-    )  # bytes that norms, attention, gates read and write
+    # Bytes that norms, attention and gates read and write.
+    activations = 4 * tokens * layers * (20 * hidden + 6 * width)
     batches = cost.passes + tokens / BATCH_TOKENS
     # Scores and values of all earlier tokens, in the layers whose attention sees them.
     attention_layers = layers / 4 if size.counts.get("deltanet") else layers
@@ -334,15 +330,14 @@ def calibration_seconds(
         experts = max(layers, mlp / (3 * hidden * width))
         cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
         columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
+        hessian_flop = 2 * HESSIAN_TOKENS * positions * groups
+        hessian_rate = rates.float32_flop_s * HESSIAN_SHARE
+        factor_rate = rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]
+        column_rate = rates.cpu_flop_s * COLUMNS_SHARE
         seconds |= {
-            "Hessians": rounds
-            * 2
-            * HESSIAN_TOKENS
-            * positions
-            * groups
-            / (rates.float32_flop_s * HESSIAN_SHARE),
-            "factors": rounds * 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
-            "columns": rounds * columns / (rates.cpu_flop_s * COLUMNS_SHARE),
+            "Hessians": rounds * hessian_flop / hessian_rate,
+            "factors": rounds * 4 / 3 * cubes / factor_rate,
+            "columns": rounds * columns / column_rate,
         }
     return seconds
 

@@ -84,7 +84,9 @@ def run(
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
     """
-    part, source, output = strategies.find(strategy), Path(model), check_name(output)
+    part = strategies.find(strategy)
+    source = Path(model)
+    output = check_name(output)
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source}: no config.json there, so it is not a model folder",
@@ -117,17 +119,9 @@ def run(
     progress = as_progress(report)
     key = None
     if part.resume_key:
-        kv_text = (
-            [sha256_of(job.calib_data), job.calib_samples, job.calib_tokens]
-            if kv_cache == "fp8"
-            else None
-        )
-        key = {
-            "strategy": part.name,
-            "version": __version__,
-            "kv_text": kv_text,
-            **part.resume_key(job),
-        }
+        key = {"strategy": part.name, "version": __version__, **part.resume_key(job)}
+        if kv_cache == "fp8":
+            key["kv_text"] = [sha256_of(job.calib_data), job.calib_samples, job.calib_tokens]
     # Under a launcher of several processes the first one writes; the others only compute.
     first = rank == 0
     target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank}")

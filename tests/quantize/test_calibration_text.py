@@ -13,6 +13,7 @@ from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
 from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 
 torch = pytest.importorskip("torch", reason="calibration runs in torch")
@@ -177,3 +178,14 @@ def test_a_long_conversation_is_used_up_to_its_last_answer_that_fits() -> None:
     assert text.use.left_out == [
         "1 later answers longer than the model's context of 4,096 tokens (--calib-tokens)"
     ]
+
+
+def test_a_rerun_uses_the_rows_of_the_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory differs between the two runs."""
+    file = write(tmp_path / "c.jsonl", [*rows_with_prompt(300, 10), *rows_with_prompt(3000, 2)])
+    job = quantize.Job(TINY_ANNIE, tmp_path / "out", file, work=tmp_path / "work")
+    for positions in (2500, 100_000):
+        monkeypatch.setattr(calibration_text, "affordable_positions", lambda _, n=positions: n)
+        assert calibration_text.read_answers(job, SILENT).use.conversations == 10

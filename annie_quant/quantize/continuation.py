@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from annie_quant.quantize.layerwise import DecoderLayers
 
 MASK_ALIGNMENT = 16
-ATTENTION = "annie_quant_continued"  # name of `attend` in transformers' registry
+CONTINUED_ATTENTION = "annie_quant_continued"  # name of `attend` in transformers' registry
 
 
 @dataclass(frozen=True)
@@ -253,4 +253,4 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask[..., :columns].masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+ALL_ATTENTION_FUNCTIONS.register(CONTINUED_ATTENTION, attend)

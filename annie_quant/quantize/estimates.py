@@ -57,7 +57,7 @@ class Rates:
 
 
 # The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
-SPARK = Rates(
+SPARK_RATES = Rates(
     91e12,
     20e12,
     5e11,
@@ -173,7 +173,7 @@ def estimate(
         strategies.check_family(chosen, config)
         layerwise &= not chosen.any_family or models.is_known(config)
     size = published or size_of_folder(Path(model))
-    rates = rates or (SPARK if published else measure())
+    rates = rates or (SPARK_RATES if published else measure_rates())
     weights = sum(size.counts.values())
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
@@ -375,7 +375,7 @@ def size_of_folder(folder: Path) -> ModelSize:
     return ModelSize(folder.name, counts, layers, hidden, width)
 
 
-def measure() -> Rates:
+def measure_rates() -> Rates:
     """Measure this machine's rates in about a second: matmul, a copy, the codec, the free memory."""
     import ml_dtypes
     import numpy as np
@@ -390,7 +390,7 @@ def measure() -> Rates:
     def matmul(device: str, dtype: torch.dtype) -> float:
         size = 8192 if device == "cuda" else 1024
         a = torch.randn(size, size, device=device, dtype=dtype)
-        return 2 * size**3 / fastest(lambda: a @ a, device)
+        return 2 * size**3 / fastest_seconds(lambda: a @ a, device)
 
     w = (
         np.random.default_rng(0)
@@ -403,8 +403,8 @@ def measure() -> Rates:
     try:
         float32 = cpu = matmul("cpu", torch.float32) * threads
         flop_s = matmul("cpu", torch.bfloat16) * threads
-        copy = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-        encode = w.nbytes / fastest(lambda: nvfp4.pack(w), "cpu") * threads
+        copy = 2 * source.nbytes / fastest_seconds(lambda: target.copy_(source), device)
+        encode = w.nbytes / fastest_seconds(lambda: nvfp4.pack(w), "cpu") * threads
     finally:
         torch.set_num_threads(threads)
     if device == "cuda":
@@ -417,7 +417,7 @@ def measure() -> Rates:
     return Rates(flop_s, float32, cpu, copy, encode, memory, description)
 
 
-def fastest(work: Callable[[], object], device: str) -> float:
+def fastest_seconds(work: Callable[[], object], device: str) -> float:
     """Return the seconds of the fastest of a few runs, on a CPU processor seconds of all threads.
 
     A GPU that other processes use, too, shows its rate in few of many short runs.

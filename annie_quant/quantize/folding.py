@@ -37,11 +37,14 @@ SAMPLED_TOKENS = 512  # of prompts, and as many of responses, on which a scale i
 # Least mean input of a column, relative to the mean of all. Weaker columns are 0 for most tokens, and as outliers they would harm
 # the others.
 WEAKEST = 0.01
-MAX_CHANGE = (
+MAX_OUTPUT_CHANGE = (
     1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
 )
 VERIFIED_TOKENS = 512
-STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # types to which a folded norm is rounded
+NORM_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}  # types to which a folded norm is rounded
 MAX_ROUNDING = 1.25  # an element is not scaled where rounding the norm changes its scale by more than this factor
 
 
@@ -157,10 +160,10 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], counts: torch.Tensor) -> F
         if not site.searched or not readers or not exact:
             continue
         s = search_scale(site, readers, samplers[site.linears[0]], before)
-        stored = STORED.get(folder.info(f"{layer.name}.{site.producer}.weight").dtype)
-        scales[site.linears[0]] = fold(after, family, site, s, stored)
+        stored = NORM_DTYPES.get(folder.info(f"{layer.name}.{site.producer}.weight").dtype)
+        scales[site.linears[0]] = fold_scale(after, family, site, s, stored)
     if scales:
-        verify(layer, state, before, after)
+        verify_fold(layer, state, before, after)
     result = FoldedLayer({}, {}, {})
     for name, tensor in after.items():
         if tensor is not before[name]:
@@ -210,7 +213,7 @@ def search_scale(
     return best
 
 
-def verify(
+def verify_fold(
     layer: DecoderLayer,
     state: torch.Tensor,
     before: dict[str, torch.Tensor],
@@ -226,7 +229,7 @@ def verify(
         difference = float(
             (model.forward(module, state) - expected).abs().max() / expected.abs().max()
         )
-    if not difference <= MAX_CHANGE:
+    if not difference <= MAX_OUTPUT_CHANGE:
         raise CheckpointError(
             f"{layer.name}: folding changes its outputs by {difference:.2g}", "report this"
         )
@@ -237,7 +240,7 @@ def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -
     return s.reshape(-1, producer.numel()).log().mean(0).exp() if site.per_head else s
 
 
-def fold(
+def fold_scale(
     weights: dict[str, torch.Tensor],
     family: Family,
     site: LinearInput,

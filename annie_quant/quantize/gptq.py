@@ -216,7 +216,7 @@ def round_columns(
 
 # ---- the sweep in torch
 
-WINDOW = 128  # columns between two updates of everything to their right
+WINDOW_COLUMNS = 128  # columns between two updates of everything to their right
 E4M3_CODES = 126  # positive finite codes of E4M3: 1 (2^-9) to 126 (448)
 # Codes relative to that of the block's largest magnitude. The optimum is within -3 .. +7 (ScaleSweep, arXiv 2606.07618).
 NEAR_CODES = range(-4, 9)
@@ -339,8 +339,8 @@ def sweep(
         )  # not on a CPU, where another layout changes the rounding of products
     state = Sweep.of(w, upper, tensor_scale, candidates)
     columns = w.shape[1]
-    for first in range(0, columns, WINDOW):
-        last = min(first + WINDOW, columns)
+    for first in range(0, columns, WINDOW_COLUMNS):
+        last = min(first + WINDOW_COLUMNS, columns)
         errors = w.new_empty(len(w), last - first)
         for start in range(first, last, GROUP):
             end = start + GROUP

@@ -32,15 +32,17 @@ from annie_quant.quantize.shared_text import arrange
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
-FEW = 16  # tokens; as many as a block has columns
+ENOUGH_TOKENS = 16  # tokens; as many as a block has columns
 
 
 def coverage_line(tokens: Mapping[str, int]) -> str:
     """Return how many experts saw enough calibration tokens. tokens: of QuantizationPlan."""
     experts = {name.rpartition(".")[0]: count for name, count in tokens.items()}
     unseen = [name for name, count in experts.items() if not count]
-    covered = sum(count >= FEW for count in experts.values())
-    line = f"expert coverage: {covered} of {len(experts)} experts saw {FEW} tokens or more"
+    covered = sum(count >= ENOUGH_TOKENS for count in experts.values())
+    line = (
+        f"expert coverage: {covered} of {len(experts)} experts saw {ENOUGH_TOKENS} tokens or more"
+    )
     if not unseen:
         return line
     more = " …" if unseen[3:] else ""
@@ -74,7 +76,7 @@ class LargestInput:
         return top
 
 
-def max_calibrated(
+def max_calibrated_plan(
     job: Job[StrategyOptions], formats: Mapping[str, Format], progress: Progress
 ) -> QuantizationPlan:
     """Return the plan with these formats of linears, by the largest weights and inputs over whole conversations.

@@ -25,12 +25,12 @@ from annie_quant.quantize.continuation import ContinuedLayer
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, inputs_of
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
-CHUNK = {
+MLP_TOKENS = {
     "cpu": 1024,
     "cuda": 16384,
 }  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
 PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
-TOLERANCE = {
+CHAIN_TOLERANCE = {
     torch.float32: 1e-4,
     torch.bfloat16: 3e-2,
 }  # of their outputs, relative to the largest one
@@ -132,7 +132,7 @@ def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> b
         except (TypeError, RuntimeError):
             return False
         error = (state - expected).abs().max()
-        return bool(error <= TOLERANCE[layer.model.dtype] * expected.abs().max())
+        return bool(error <= CHAIN_TOLERANCE[layer.model.dtype] * expected.abs().max())
 
 
 def mlp_outputs(module: torch.nn.Module, block: ResidualBlock, state: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class RealTokens:
         ends = itertools.accumulate(map(len, self.real))
         self.parts = [slice(end - len(r), end) for end, r in zip(ends, self.real, strict=True)]
         self.rows = torch.cat([self.of_real(i, state) for i, state in enumerate(self.model.states)])
-        size = CHUNK[device_kind()]
+        size = MLP_TOKENS[device_kind()]
         self.chunks = [slice(i, i + size) for i in range(0, len(self.rows), size)]
 
     def of_real(self, batch: int, x: torch.Tensor) -> torch.Tensor:

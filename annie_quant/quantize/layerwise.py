@@ -30,7 +30,7 @@ from annie_quant.offline.linears import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
 from annie_quant.quantize.continuation import (
-    ATTENTION,
+    CONTINUED_ATTENTION,
     ContinuedLayer,
     KeyObserver,
     Piece,
@@ -207,7 +207,7 @@ class DecoderLayers:
             )
         self.model.config.annie_quant_piece = None  # that continuation.attend computes
         if self.model.config._attn_implementation == "sdpa":
-            self.model.config._attn_implementation_internal = ATTENTION
+            self.model.config._attn_implementation_internal = CONTINUED_ATTENTION
         separate(self.model, folder.family)
         self.check_tensors()
         self.ragged = deltanet.RaggedBatch()

@@ -48,7 +48,7 @@ OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 NUMBER = re.compile(r"\d+")
 HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 have 4.6 GB
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
-MAX_CHANGE = 0.19
+MAX_WEIGHT_CHANGE = 0.19
 RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
 
 
@@ -289,7 +289,7 @@ class StreamRounder(LayerRounder):
     ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
         """Yield each linear of a group, packed, and its values.
 
-        A linear that changes by MAX_CHANGE or more has too few tokens in the text: its damping is raised.
+        A linear that changes by MAX_WEIGHT_CHANGE or more has too few tokens in the text: its damping is raised.
         """
         weights = [self.layer.linears[n].weight.detach().float() for n in group]
         sizes = [len(w) for w in weights]
@@ -308,7 +308,7 @@ class StreamRounder(LayerRounder):
             except gptq.FactorError as error:
                 reason = str(error)
                 break
-            if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
+            if largest_change(result.values.split(sizes), weights) < MAX_WEIGHT_CHANGE:
                 if raised > 1:
                     self.warn(
                         group,
@@ -316,7 +316,7 @@ class StreamRounder(LayerRounder):
                     )
                 break
             result = None
-            reason = f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
+            reason = f"its corrections are {MAX_WEIGHT_CHANGE:.0%} of the weight or more"
         if result is None:
             if hessian.tokens or not self.layer.experts_of(
                 group[0]

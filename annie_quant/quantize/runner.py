@@ -105,14 +105,14 @@ def run(
         seed=seed,
         work=work or output.with_name(f".{output.name}.work"),
     )
-    check_kv_cache(kv_cache)
+    _check_kv_cache(kv_cache)
     rank = launcher_rank()
     # What needs no library is reported before libraries and the model are loaded.
     check_output(job.output, force or rank > 0, (job.model, job.calib_data))
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
-    prompts, mismatch = prompts_of(job.calib_data, persona, allow_prompt_mismatch)
+    prompts, mismatch = _prompt_hashes(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")
     start = time.monotonic()
@@ -133,7 +133,7 @@ def run(
                 from annie_quant.quantize import input_stats
 
                 input_stats.calibrate_kv_cache(job, plan, progress)
-            write(part, replace(job, output=folder), plan, progress)
+            _write(part, replace(job, output=folder), plan, progress)
         recipe = Recipe(
             version=__version__,
             strategy=part.name,
@@ -163,11 +163,11 @@ def run(
         size,
         weight_bytes(job.output),
         weight_bytes(job.model),
-        notes_on(job.model),
+        _family_notes(job.model),
     )
 
 
-def check_kv_cache(kind: str) -> None:
+def _check_kv_cache(kind: str) -> None:
     """Raise UsageError for an unknown KV cache, and for NVFP4 with the reason."""
     if kind == "nvfp4":
         raise UsageError(
@@ -186,7 +186,7 @@ def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
     return rule
 
 
-def write(
+def _write(
     part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress
 ) -> None:
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
@@ -203,7 +203,7 @@ def write(
     copy_companions(job.model, job.output)
 
 
-def notes_on(model: Path) -> list[str]:
+def _family_notes(model: Path) -> list[str]:
     """Return what to check for a model whose family is not known here: its linears are taken for those of Qwen3.5."""
     config = ModelFolder(model).config
     try:
@@ -228,7 +228,7 @@ def weight_bytes(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
-def prompts_of(
+def _prompt_hashes(
     calib_data: Path | None, persona: str | None, allow: bool
 ) -> tuple[list[str], str | None]:
     """Return the hashes of the conversations' system prompts, and a sentence where they are not production's prompt.

@@ -125,7 +125,7 @@ def arrange(samples: Sequence[CalibrationSample], cost: PassCost | None = None) 
     """Return the samples as batches. cost: of a pass, by default that of this machine's device."""
     text = SharedText()
     roots = [(0, branch) for branch in branches(sequences_of(samples), 0)]
-    add(text, roots, None, cost or PASS_COSTS[device_kind()])
+    add_branches(text, roots, None, cost or PASS_COSTS[device_kind()])
     return text
 
 
@@ -185,7 +185,7 @@ def branches(sequences: Sequence[TokenSequence], begin: int) -> list[Branch]:
     return result
 
 
-def add(
+def add_branches(
     text: SharedText, continued: Sequence[Continued], start: int | None, cost: PassCost
 ) -> None:
     """Add branches as batches, and what follows them. start: the batch that they continue, if any."""
@@ -195,7 +195,7 @@ def add(
     for rows in divided(shared, cost.tokens, cost.split):
         batch = add_batches(text, rows, start, cost.tokens)
         follow = [(row, child) for row, (_, branch) in enumerate(rows) for child in branch.children]
-        add(text, follow, batch, cost)
+        add_branches(text, follow, batch, cost)
 
 
 def worth_sharing(

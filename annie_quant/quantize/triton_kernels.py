@@ -25,7 +25,7 @@ from annie_quant.offline import deltanet
 if TYPE_CHECKING:
     from annie_quant.quantize.gptq import Sweep
 
-CHUNK = 64  # steps
+CHUNK_STEPS = 64  # steps
 VALUES = 64  # most columns of a state in one program
 SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
 CONV_STEPS = 32
@@ -232,11 +232,11 @@ def gated_delta_rule(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
     query, key, value = (rows_of_one(part) for part in (query, key, value))
-    chunks = triton.cdiv(steps, CHUNK)
+    chunks = triton.cdiv(steps, CHUNK_STEPS)
     rows = batch * heads
-    q, w, k = (key.new_empty(rows, chunks, CHUNK, dk, dtype=torch.float32) for _ in range(3))
-    u = key.new_empty(rows, chunks, CHUNK, dv, dtype=torch.float32)
-    within = key.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
+    q, w, k = (key.new_empty(rows, chunks, CHUNK_STEPS, dk, dtype=torch.float32) for _ in range(3))
+    u = key.new_empty(rows, chunks, CHUNK_STEPS, dv, dtype=torch.float32)
+    within = key.new_empty(rows, chunks, CHUNK_STEPS, CHUNK_STEPS, dtype=torch.float32)
     decay = key.new_empty(rows, chunks, dtype=torch.float32)
     precision = "tf32" if query.dtype == torch.bfloat16 else "ieee"
     strides = [s for part in (query, key, value, g, beta) for s in part.stride()[:3]]
@@ -258,7 +258,7 @@ def gated_delta_rule(
         *strides,
         dk**-0.5,
         norm=use_qk_l2norm_in_kernel,
-        size=CHUNK,
+        size=CHUNK_STEPS,
         dk=dk,
         dv=dv,
         precision=precision,
@@ -287,7 +287,7 @@ def gated_delta_rule(
         out.stride(0),
         out.stride(1),
         out.stride(2),
-        size=CHUNK,
+        size=CHUNK_STEPS,
         dk=dk,
         dv=dv,
         part=part,

@@ -190,7 +190,8 @@ def test_the_order_is_that_of_bytes_per_token_and_training_is_last(model):
     assert sorted(named) == sorted(quantize.available()) and order[-1] == "qad"
     # What the dry run predicts, and before it the smallest budget: a 4-bit head.
     read = {
-        n: estimates.estimate(model, n, rates=estimates.SPARK).speed.read_bytes / 1e9 for n in named
+        n: estimates.estimate(model, n, rates=estimates.SPARK_RATES).speed.read_bytes / 1e9
+        for n in named
     }
     bytes_per_token = [(read | budgets)[name] for name in order[:-1]]
     assert bytes_per_token == sorted(bytes_per_token)

@@ -188,7 +188,9 @@ def test_a_fold_into_rows_divides_their_biases() -> None:
         return values @ weights["self_attn.o_proj.weight"].T
 
     before = outputs()
-    folding.fold(weights, models.family_of({"model_type": "qwen2"}), ATTENTION_OUTPUT, s, None)
+    folding.fold_scale(
+        weights, models.family_of({"model_type": "qwen2"}), ATTENTION_OUTPUT, s, None
+    )
     assert torch.allclose(outputs(), before, atol=1e-5)
 
 

@@ -168,7 +168,7 @@ def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
     weights |= {f"mlp.{n}_proj.weight": draw(32, 64) for n in ("gate", "up")}
     before = dict(weights)
     site = next(s for s in SITES if s.producer.startswith("post_attention"))
-    folded = folding.fold(weights, FAMILY, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
+    folded = folding.fold_scale(weights, FAMILY, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
     norm = weights[f"{site.producer}.weight"]
     assert torch.equal(norm, norm.bfloat16().float())
     x = draw(100, 64)
@@ -182,6 +182,6 @@ def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
 def test_a_gain_near_zero_takes_no_scale() -> None:
     weights = {"input_layernorm.weight": torch.tensor([-1.0, 0.5]).repeat(8)}
     weights |= {f"self_attn.{n}_proj.weight": torch.ones(4, 16) for n in "qkv"}
-    folded = folding.fold(weights, FAMILY, SITES[0], torch.full((16,), 3.0), torch.bfloat16)
+    folded = folding.fold_scale(weights, FAMILY, SITES[0], torch.full((16,), 3.0), torch.bfloat16)
     assert torch.equal(folded[::2], torch.ones(8)) and (folded[1::2] - 3).abs().max() < 0.1
     assert all(torch.isfinite(w).all() for w in weights.values())

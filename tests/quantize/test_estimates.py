@@ -54,7 +54,7 @@ def test_the_count_of_a_folder_is_the_real_output(tmp_path):
     """direct on tiny-annie, as counted before and as written after."""
     from annie_quant import quantize
 
-    expected = estimates.estimate(TINY_ANNIE, "direct", rates=estimates.SPARK)
+    expected = estimates.estimate(TINY_ANNIE, "direct", rates=estimates.SPARK_RATES)
     result = quantize.run("direct", TINY_ANNIE, tmp_path / "out")
     assert result.size_bytes == pytest.approx(expected.size_bytes, rel=0.03)
 
@@ -86,7 +86,7 @@ def test_trials_have_the_whole_model_in_bf16():
 
 def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
     """naive computes it with transformers."""
-    known = estimates.estimate(TINY_ANNIE, "naive", rates=estimates.SPARK)
+    known = estimates.estimate(TINY_ANNIE, "naive", rates=estimates.SPARK_RATES)
     config = json.loads((TINY_ANNIE / "config.json").read_text()) | {"model_type": "mistral"}
     for file in TINY_ANNIE.iterdir():
         if file.is_file():
@@ -94,9 +94,9 @@ def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert (
         known.layerwise
-        and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK).layerwise
+        and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK_RATES).layerwise
     )
-    assert estimates.estimate(tmp_path, "direct", rates=estimates.SPARK).layerwise
+    assert estimates.estimate(tmp_path, "direct", rates=estimates.SPARK_RATES).layerwise
 
 
 def test_a_configuration_without_sizes_is_named(tmp_path):
@@ -119,7 +119,7 @@ def test_a_processor_without_bfloat16_computes_in_float32(
     """With AVX2 alone naive of a 0.5B was estimated at 24 minutes in bfloat16, at half a minute in float32."""
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast_bf16)
-    cpu = replace(estimates.SPARK, flop_s=1e9, float32_flop_s=1e11, cpu_flop_s=1e11)
+    cpu = replace(estimates.SPARK_RATES, flop_s=1e9, float32_flop_s=1e11, cpu_flop_s=1e11)
     assert in_float32(weight_bytes, on_cpu=True) == float32
     assert in_float32(weight_bytes, on_cpu=False) == (weight_bytes < 1 << 30), "a GPU has bfloat16"
     text = {
@@ -139,7 +139,7 @@ def test_every_strategy_has_an_estimate():
 
 def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
-    rates = estimates.measure()
+    rates = estimates.measure_rates()
     assert (
         min(rates.flop_s, rates.copy, rates.encode, rates.memory) > 1e6
         and "measured here" in rates.description
@@ -153,7 +153,7 @@ def test_time_in_which_another_process_has_the_processor_does_not_count():
         time.sleep(0.2)
         sum(range(10_000))
 
-    assert estimates.fastest(work, "cpu") < 0.1
+    assert estimates.fastest_seconds(work, "cpu") < 0.1
 
 
 def sizes_of(label, layers, hidden, width, key_values, vocabulary):
@@ -219,10 +219,10 @@ def test_the_text_is_counted_as_the_strategy_reads_it(tmp_path):
     rows[0]["messages"][1]["content"] = "a long story " * 3000
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    expected = estimates.estimate(TINY_ANNIE, "gptq", rates=estimates.SPARK, calib_data=file)
+    expected = estimates.estimate(TINY_ANNIE, "gptq", rates=estimates.SPARK_RATES, calib_data=file)
     assert "  text    19 of 20 conversations" in "\n".join(expected.lines())
     assert "1 longer than the model's context of 4,096 tokens" in expected.text
     with pytest.raises(UsageError, match=r"only \d of 20 conversations"):
         estimates.estimate(
-            TINY_ANNIE, "gptq", rates=estimates.SPARK, calib_data=file, calib_tokens=100
+            TINY_ANNIE, "gptq", rates=estimates.SPARK_RATES, calib_data=file, calib_tokens=100
         )

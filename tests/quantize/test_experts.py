@@ -163,8 +163,8 @@ def test_the_tokens_of_experts_add_up(
     home: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each token passes two experts, whatever the router does."""
-    plans, write = [], runner.write
-    monkeypatch.setattr(runner, "write", lambda *args: (plans.append(args[2]), write(*args)))
+    plans, write = [], runner._write
+    monkeypatch.setattr(runner, "_write", lambda *args: (plans.append(args[2]), write(*args)))
     run(home, strategy, calib_samples=1)
     sums: Counter[tuple[str, str]] = Counter()
     for name, count in plans[0].tokens.items():

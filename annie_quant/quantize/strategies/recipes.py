@@ -45,7 +45,7 @@ def max_calibrated(
     def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
         from annie_quant.quantize import input_stats
 
-        return input_stats.max_calibrated(job, formats_of(job), progress)
+        return input_stats.max_calibrated_plan(job, formats_of(job), progress)
 
     return plan
 

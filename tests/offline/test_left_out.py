@@ -10,8 +10,8 @@ from paths import TINY_ANNIE
 
 pytest.importorskip("torch", reason="evaluation runs in torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="answers are found with the model's tokenizer")
-from annie_quant.offline.evaluation import length_notes  # noqa: E402
-from annie_quant.offline.prompts import Template, conversation_answers  # noqa: E402
+from annie_quant.offline.evaluation import length_notes
+from annie_quant.offline.prompts import Template, conversation_answers
 
 
 def answered(tokens: int) -> SimpleNamespace:

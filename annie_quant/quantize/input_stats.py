@@ -152,7 +152,8 @@ def largest_inputs_of_whole_model(
         modules[name].register_forward_pre_hook(partial(before, observer))
     with torch.inference_mode():
         for number, sample in enumerate(samples, 1):
-            model(torch.tensor([sample.ids], device=model.device), use_cache=False)
+            # Without the head: the logits of a long row would take more memory than the model.
+            model.base_model(torch.tensor([sample.ids], device=model.device), use_cache=False)
             progress.update(
                 number, len(samples), f"calibrating: conversation {number} of {len(samples)}"
             )

@@ -77,10 +77,7 @@ class AssertedRun:
             chosen = decision.candidate_decision(self.aggregates, backend)
             assert chosen is not None and chosen.gates, f"{self.folder}: no gate was judged"
             open_or_lost = [
-                f"{wording.gate_title(gate)}: {wording.verdict_word(gate)}, "
-                f"{wording.with_counts(gate)} ({wording.evidence(gate)})"
-                for gate in chosen.gates
-                if gate.verdict != "keeps"
+                wording.reason(gate) for gate in chosen.gates if gate.verdict != "keeps"
             ]
             open_or_lost += [f.message for f in chosen.confounds if f.severity == "confound"]
             assert not open_or_lost, "; ".join(open_or_lost)

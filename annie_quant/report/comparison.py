@@ -16,8 +16,8 @@ from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Identity, Outcome, PairedGate, Standing, salvage_or_default
 from annie_quant.judge import decision
+from annie_quant.judge.decision import wording
 from annie_quant.judge.decision.rule import worst
-from annie_quant.judge.decision.wording import gate_title, place_name
 from annie_quant.report.checklist import BUDGET_BYTES, ChecklistItem, checklist, pair_answers
 from annie_quant.report.format import CSS, DASH, SIGNS, count, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
@@ -338,7 +338,7 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
     text = f"{len(members)} further arithmetics: {kept} of {len(gates)} gates kept"
     if verdict != "keeps":
         blamed = (gate for gate in gates if gate.verdict == verdict)
-        places = (f"{gate_title(gate)} ({place_name(gate.place)})" for gate in blamed)
+        places = (f"{wording.title(gate.gate)} ({wording.place_name(gate.place)})" for gate in blamed)
         text = f"{text}; {', '.join(dict.fromkeys(places))}"
     return [DecisionStep(text, CSS[verdict])]
 
@@ -356,7 +356,7 @@ def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     text = f"{where}: {passed} of {len(gates)} gates {verb}"
     if verdict != "pass" and gates:
         blamed = ", ".join(
-            f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}"
+            f"{run.title(gate.gate)} {count(r.passes)}/{count(r.n)}"
             for gate, r in gates.items()
             if r.verdict == verdict
         )

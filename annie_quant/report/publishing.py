@@ -198,8 +198,7 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     for aggregates in (run.aggregates, judged.aggregates):
         for gate in decision.deciding_gates(aggregates, model):
             if gate.verdict == "loses" and not isinstance(gate.result, SpeedGate):
-                verb = "loses" if gate.compared else "fails"
-                problems.append(f"{verb} {wording.with_counts(gate)}: {wording.evidence(gate)}")
+                problems.append(wording.reason(gate))
     problems = [*dict.fromkeys(problems), *verdict_differences(run, judged)]
     chosen = decision.candidate_decision(judged.aggregates, model)
     if chosen and chosen.confounded:

@@ -398,7 +398,7 @@ def test_a_build_that_lost_a_third_of_the_calls_exits_1(tmp_path):
     )
     assert (
         "does not call the right tool (40 more of 120 prompts)" in result["sentence"]
-        and "tool calls 80 of 120 against 120" in result["reasons"][0]
+        and "tool calls loses: 40 lost and 0 won of 120" in result["reasons"][0]
         and "--candidate" in result["caveats"][0]
     )
 

@@ -289,7 +289,8 @@ def test_a_gate_that_applies_to_no_answer_of_the_candidate_is_lost(tmp_path):
     assert (
         "loses" in done.verdict.sentence
         and "repeats itself or writes garble (60 more of 60)" in done.verdict.sentence
-        and "no repetition or garble 0 of 60 against 60" in " ".join(done.verdict.reasons)
+        and "no repetition or garble loses: 60 lost and 0 won of 60"
+        in " ".join(done.verdict.reasons)
     )
 
 

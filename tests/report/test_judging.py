@@ -138,7 +138,9 @@ def test_an_edited_verdict_is_an_objection(run, tmp_path):
     """Verdicts in the file that its counts do not give, with passes and n as they were."""
     folder = shutil.copytree(run, tmp_path / "run")
     before = publishing.objections(load(folder), "x")
-    assert [line.split(" (")[0] for line in before] == ["loses factual 30 of 60 against 60"]
+    assert [line.split(" (")[0] for line in before] == [
+        "served: factual loses: 30 lost and 0 won of 60, -50.0 points"
+    ]
     document = json.loads((folder / "bench.json").read_text())
     document["verdict"] |= {"outcome": "keeps", "passed": True, "sentence": "x keeps every gate."}
     side = document["aggregates"]["served"]["x"]

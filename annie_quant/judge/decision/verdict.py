@@ -7,7 +7,6 @@ confound leaves open what was compared, nothing keeps. Speed alone is never a re
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,7 +41,6 @@ from annie_quant.judge.decision.roles import (
     assign,
     formats_of,
     label_of,
-    model_row,
     roles_of,
     sides,
     with_candidate_second,
@@ -108,7 +106,7 @@ def verdict_of(
         claim = wording.with_coverage(claim, verdict, gates, not_tested)
         result.sentence = wording.sentence("", claim)
         result.head = wording.head(verdict, profiles, gates, next_step, not_tested)
-        result.reasons = wording.reasons(result, members, pooled)
+        result.reasons = wording.reasons(gates, ("loses", "undecided"))
     return result
 
 
@@ -165,7 +163,9 @@ def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> Gat
         meets=meets,
         verdict=wording.OUTCOMES[gate.verdict] if tested else "undecided",
         n_to_decide=gate.n_to_decide if tested else None,
-        rule=wording.paired_rule(gate) if tested else wording.untested_rule(gate),
+        rule=wording.paired_rule(gate)
+        if tested
+        else f"it tests nothing: the reference passes {gate.passed} of {gate.n}",
     )
 
 
@@ -519,19 +519,14 @@ def _significant(aggregates: Aggregates, chosen: Decision) -> list[Comparison]:
 
 
 def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    verb = "loses" if chosen.compared else "fails"
-    reasons = [
-        f"{verb} {wording.with_counts(gate)}: {wording.evidence(gate)}"
-        for gate in chosen.having("loses")
-    ]
-    if not reasons:
-        reasons = _kept_reasons(chosen)
+    """Return what is lost, what the other sides lose, and how the times differ."""
+    reasons = wording.reasons(chosen.gates, ("loses",))
     for name in sides(aggregates):
-        lost = [gate for gate in deciding_gates(aggregates, name) if gate.verdict == "loses"]
-        if lost and name != chosen.candidate:
-            verb = "loses" if lost[0].compared else "fails"
-            titles = "; ".join(wording.by_title(lost)[: wording.MAX_TITLES])
-            reasons.append(f"{label_of(aggregates, name)} {verb} {titles}")
+        gates = deciding_gates(aggregates, name) if name != chosen.candidate else []
+        profiles = rule.by_profile(gates)
+        if rule.overall(profiles) == "loses":
+            claim = wording.claim("loses", profiles, gates)
+            reasons.append(f"{label_of(aggregates, name)} {claim}")
     if chosen.incumbent:
         label = label_of(aggregates, chosen.incumbent)
         speeds = [
@@ -540,41 +535,7 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         ]
         reasons += wording.medians([row for row in speeds if row is not None], label)
         reasons += [wording.difference(row, label) for row in _significant(aggregates, chosen)]
-        reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
     return reasons
-
-
-def _kept_reasons(chosen: Decision) -> list[str]:
-    """Return one line per number of gates, with the places that keep so many."""
-    verb = "keeps" if chosen.compared else "passes"
-    kept = Counter(wording.place_name(gate.place) for gate in chosen.having("keeps"))
-    places: dict[int, list[str]] = {}
-    for place, n_gates in kept.items():
-        places.setdefault(n_gates, []).append(place)
-    return [
-        f"{verb} {wording.counted(n, 'gate')} ({', '.join(names)})" for n, names in places.items()
-    ]
-
-
-def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:
-    """Return what changes in operation: the server, the size, the memory."""
-    changes = []
-    ours = aggregates.served.get(candidate, ServedSide())
-    theirs = aggregates.served.get(incumbent, ServedSide())
-    if ours.runtime and theirs.runtime and ours.runtime != theirs.runtime:
-        runtimes = f"{theirs.runtime} → {ours.runtime}"
-        changes.append(
-            f"operational change: {runtimes} (another server to install, start and monitor)"
-        )
-    size = model_row(aggregates, candidate).size_bytes
-    other_size = model_row(aggregates, incumbent).size_bytes
-    if size and other_size:
-        changes.append(f"size {size / 1e6:.3g} MB against {other_size / 1e6:.3g} MB")
-    memory = peak_bytes(ours)
-    other_memory = peak_bytes(theirs)
-    if memory and other_memory:
-        changes.append(f"highest memory {memory / 1e6:.4g} MB against {other_memory / 1e6:.4g} MB")
-    return changes
 
 
 def peak_bytes(side: ServedSide) -> int | None:
@@ -592,8 +553,8 @@ def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
         # Absolute requirements that a compared candidate misses inform.
         result = gate.result
         if isinstance(result, GateResult) and result.requirement and result.meets == "fail":
-            caveats.append(f"misses {result.requirement} by itself: {wording.with_counts(gate)}")
-    caveats += [wording.undecided_caveat(gate) for gate in chosen.having("undecided")]
+            caveats.append(f"misses {result.requirement} by itself: {wording.reason(gate)}")
+    caveats += wording.reasons(chosen.gates, ("undecided",))
     rows = [r for r in aggregates.comparisons if {r.a, r.b} == {chosen.candidate, chosen.incumbent}]
     decidable = {row.workload for row in rows if not row.too_few}
     few = sorted({row.workload for row in rows} - decidable)

@@ -7,7 +7,7 @@ behaviours and servers; the reasons have the gates' titles and every arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from annie_quant.documents import (
     Comparison,
@@ -16,8 +16,6 @@ from annie_quant.documents import (
     Outcome,
     PairedCounts,
     PairedGate,
-    PairedVerdict,
-    PooledGates,
     SpeedGate,
     Standing,
 )
@@ -36,7 +34,6 @@ from annie_quant.judge.pairing import MIN_ANSWERS_TO_KEEP
 
 MAX_BEHAVIOURS = 3  # in a headline
 MAX_PROFILES = 2
-MAX_TITLES = 4
 OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
 
 # What an answer does that fails a gate.
@@ -305,16 +302,8 @@ def _how_sure(
     }
     share = f"in {len(same)} of {arithmetics}"
     if first.counts is None:
-        return f"{_interval_alone(first)}, {share}"
+        return f"{_interval_alone(first.result)}, {share}"
     return f"{describe_interval(first.counts)}, {share}"
-
-
-def _interval_alone(gate: JudgedGate) -> str:
-    result = gate.result
-    if result is None or result.low is None or result.high is None:
-        return "too few answers for an interval"
-    form = ".1%" if isinstance(result, GateResult) else ".4g"
-    return f"95 % interval {result.low:{form}} to {result.high:{form}}"
 
 
 def prompts_to_decide(gates: Iterable[JudgedGate]) -> int | None:
@@ -379,23 +368,42 @@ def next_for_run(
     return f"stay with {incumbent}: a user waits no less (decode speed alone is no reason)"
 
 
-# ---- the gates of one place
+# ---- one gate
 
 
-def describe(name: str, gate: PairedGate) -> str:
-    """Return a gate's counts, difference, interval, p and verdict."""
-    counts = f"{gate.lost} lost and {gate.won} won of {gate.n}"
-    text = f"{title(name)} {gate.verdict}: {counts}, {describe_interval(gate)}"
-    if gate.verdict != "undecided":
+def reason(gate: JudgedGate) -> str:
+    """Return a gate's verdict with its place and figures.
+
+    "w4a4: tool calls loses: 58 lost and 0 won of 240, -24.2 points (90 % -29.0 to -19.9, p 1.7e-18)"
+    """
+    result = gate.result
+    counts = gate.counts
+    name = result.title if isinstance(result, GateResult) and result.title else title(gate.gate)
+    text = f"{gate.place}: {name} {verdict_word(gate)}"
+    if counts is not None:
+        figures = f"{counts.lost} lost and {counts.won} won of {counts.n}"
+        text = f"{text}: {figures}, {describe_interval(counts)}" if counts.n else text
+        n = counts.n_to_decide if isinstance(counts, PairedGate) else None
+    elif isinstance(result, GateResult):
+        figures = f"{result.passes} of {result.n}, {_interval_alone(result)}, {result.rule}"
+        text = f"{text}: {figures}"
+        n = result.n_to_decide
+    else:
+        return f"{text}: {fault(gate)}, {_interval_alone(result)}"
+    if gate.verdict != "undecided" or gate.gate == NOTHING_TESTED:
         return text
-    if gate.n_to_decide:
-        return f"{text}; n = {gate.n_to_decide} would decide"
-    return f"{text}; no n decides at this rate"
+    return f"{text}; {f'n = {n} would decide' if n else 'no n decides at this rate'}"
 
 
-def describe_pooled(pooled: PairedCounts) -> str:
-    counts = f"{pooled.lost} right answers lost and {pooled.won} won of {pooled.n}"
-    return f"{title(POOLED)}: {counts}, {describe_interval(pooled)}"
+def reasons(gates: Sequence[JudgedGate], verdicts: Container[GateVerdict]) -> list[str]:
+    """Return one line per gate with one of the verdicts; a further arithmetic only where it differs."""
+    own = {(gate.place, gate.gate): gate.verdict for gate in gates}
+    return [
+        reason(gate)
+        for gate in gates
+        if gate.verdict in verdicts
+        and (gate.place == gate.profile or own.get((gate.profile, gate.gate)) != gate.verdict)
+    ]
 
 
 def describe_interval(row: PairedCounts) -> str:
@@ -403,63 +411,18 @@ def describe_interval(row: PairedCounts) -> str:
     return f"{points(row.difference)} points ({bounds}, p {row.p:.2g})"
 
 
+def _interval_alone(result: GateResult | SpeedGate | None) -> str:
+    if result is None or result.low is None or result.high is None:
+        return "too few answers for an interval"
+    form = ".1%" if isinstance(result, GateResult) else ".4g"
+    return f"95 % interval {result.low:{form}} to {result.high:{form}}"
+
+
 def verdict_word(gate: JudgedGate) -> str:
-    """Return keeps, loses or undecided of a comparison; pass, fail or undecided of a requirement."""
-    return gate.verdict if gate.compared else OUTCOMES[gate.verdict]
-
-
-def gate_title(gate: JudgedGate) -> str:
-    if isinstance(gate.result, GateResult) and gate.result.title:
-        return gate.result.title
-    return title(gate.gate)
-
-
-def with_counts(gate: JudgedGate) -> str:
-    """Return a gate with its counts and place: "tool calls 20 of 100 against 99 (served)"."""
-    name = gate_title(gate)
-    place = place_name(gate.place)
-    result = gate.result
-    counts = gate.counts
-    if isinstance(counts, PooledGates):
-        return f"{name} {points(counts.difference)} points ({place})"
-    if isinstance(result, SpeedGate):
-        value = f"{result.value:.4g} {METRICS[result.metric].unit}"
-        return f"{name} {value}, limit {result.limit:g} ({place})"
-    # A gate of the reference's answers that applies to none of the candidate's has no result.
-    passes = result.passes if result is not None else 0
-    n = result.n if result is not None else getattr(counts, "n", 0)
-    if not n:
-        return f"{name} ({place})"
-    text = f"{name} {passes} of {n}"
-    if counts is not None and counts.n == n:
-        text += f" against {passes + counts.lost - counts.won}"
-    return f"{text} ({place})"
-
-
-def evidence(gate: JudgedGate) -> str:
-    """Return the interval, and the rule that was applied to it."""
-    result = gate.result
-    if isinstance(gate.counts, PooledGates):
-        return describe_pooled(gate.counts)
-    if isinstance(gate.counts, PairedGate):
-        return result.rule if isinstance(result, GateResult) else paired_rule(gate.counts)
-    interval = _interval_alone(gate)
-    return f"{interval}, {result.rule}" if isinstance(result, GateResult) else interval
-
-
-def by_title(gates: Iterable[JudgedGate]) -> list[str]:
-    """Return one text per gate: its counts in the first place, and the other places."""
-    places: dict[str, list[JudgedGate]] = {}
-    for gate in gates:
-        places.setdefault(gate_title(gate), []).append(gate)
-    texts = []
-    for first, *more in places.values():
-        text = with_counts(first)
-        if more:
-            others = ", ".join(place_name(gate.place) for gate in more)
-            text = f"{text.removesuffix(')')}; also {others})"
-        texts.append(text)
-    return texts
+    """Return keeps, loses or undecided of a comparison; passes, fails or undecided of a requirement."""
+    if gate.counts is not None:
+        return gate.verdict
+    return {"keeps": "passes", "loses": "fails"}.get(gate.verdict, gate.verdict)
 
 
 def paired_rule(gate: PairedGate) -> str:
@@ -467,10 +430,6 @@ def paired_rule(gate: PairedGate) -> str:
     interval = f"{points(gate.difference)} points, 90 % {points(gate.low)} to {points(gate.high)}"
     counts = f"{gate.lost} lost, {gate.won} won; {interval}, margin {100 * gate.margin:g}"
     return f"paired with the reference: {counts}"
-
-
-def untested_rule(gate: PairedGate) -> str:
-    return f"it tests nothing: the reference passes {gate.passed} of {gate.n}"
 
 
 # ---- coverage
@@ -568,33 +527,3 @@ def medians(rows: Sequence[Comparison], incumbent: str) -> list[str]:
             ours = f"{three_digits(row.median_b)} {metric.unit}"
             parts.append(f"{metric.title} {ours} against {three_digits(row.median_a)}{sure}")
     return [f"against {incumbent}: {_listed(parts)}"] if parts else []
-
-
-def undecided_caveat(gate: JudgedGate) -> str:
-    text = f"undecided: {with_counts(gate)}"
-    if not isinstance(gate.result, GateResult):
-        return text
-    n = gate.result.n_to_decide
-    advice = f"about {n} answers would decide it" if n else "no number of answers decides this rate"
-    return f"{text}; {advice}"
-
-
-def reasons(
-    verdict: PairedVerdict,
-    members: Mapping[str, Mapping[str, PairedGate]],
-    pooled: Mapping[str, PooledGates | None],
-) -> list[str]:
-    """Return one line per gate that is lost or undecided; one arithmetic is enough where others agree."""
-    lines = []
-    for place, judged in verdict.members.items():
-        profile = place.partition("+")[0]
-        own = members.get(profile, {}) if profile != place else {}
-        for gate in (*judged.loses, *judged.undecided):
-            pair = members[place].get(gate)
-            if pair is not None and (gate not in own or own[gate].verdict != pair.verdict):
-                lines.append(f"{place}: {describe(gate, pair)}")
-    for place, judged in verdict.members.items():
-        row = pooled.get(place)
-        if row is not None and POOLED in judged.loses:
-            lines.append(f"{place}: {describe_pooled(row)}")
-    return lines

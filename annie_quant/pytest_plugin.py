@@ -75,9 +75,9 @@ class AssertedRun:
         self._side(backend)
         if not names:
             chosen = decision.candidate_decision(self.aggregates, backend)
-            assert chosen is not None and chosen.gates, f"{self.folder}: no gate was judged"
+            assert chosen is not None and chosen.judged.gates, f"{self.folder}: no gate was judged"
             open_or_lost = [
-                wording.reason(gate) for gate in chosen.gates if gate.verdict != "keeps"
+                wording.reason(gate) for gate in chosen.judged.gates if gate.verdict != "keeps"
             ]
             open_or_lost += [f.message for f in chosen.confounds if f.severity == "confound"]
             assert not open_or_lost, "; ".join(open_or_lost)

@@ -61,12 +61,15 @@ from annie_quant.documents.evaluation import (
     Member,
     ModelFiles,
     NumericsResult,
+    PromptOutcome,
     SameAnswers,
     SearchNumerics,
     SearchResult,
     Sensitivity,
     SensitivityKey,
     StrategyRow,
+    decode_outcomes,
+    encode_outcomes,
 )
 from annie_quant.documents.prompts import (
     CaseFile,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import IntEnum
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,50 @@ from annie_quant.documents.reading import SCHEMA_VERSION, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
 GateTable = dict[str, GateResult]  # by name, deciding gates first
+
+
+class PromptOutcome(IntEnum):
+    """The outcome of one gate for one answer.
+
+    An uncounted one informs only, because the answer is not complete or by the workload's choice.
+    """
+
+    FAILS = 0
+    PASSES = 1
+    FAILS_UNCOUNTED = 2
+    PASSES_UNCOUNTED = 3
+    NOT_APPLICABLE = 4
+
+    @classmethod
+    def of(cls, passed: bool | None, counts: bool) -> PromptOutcome:
+        """Return the outcome of an answer; passed: None where the gate does not apply."""
+        if passed is None:
+            return cls.NOT_APPLICABLE
+        return cls(passed + (0 if counts else 2))
+
+    @property
+    def passed(self) -> bool:
+        return self in (PromptOutcome.PASSES, PromptOutcome.PASSES_UNCOUNTED)
+
+    @property
+    def counts(self) -> bool:
+        return self < PromptOutcome.FAILS_UNCOUNTED
+
+
+_CHARACTERS = "01fp-"  # of the outcomes on disk, by their number
+
+
+def encode_outcomes(outcomes: Iterable[PromptOutcome]) -> str:
+    """Return the outcomes of a gate as a document stores them."""
+    return "".join(_CHARACTERS[outcome] for outcome in outcomes)
+
+
+def decode_outcomes(text: str) -> list[PromptOutcome]:
+    """Return the stored outcomes of a gate; a character that none has does not apply."""
+    known = (_CHARACTERS.find(character) for character in text)
+    return [
+        PromptOutcome(number) if number >= 0 else PromptOutcome.NOT_APPLICABLE for number in known
+    ]
 
 
 class KLFigures(msgspec.Struct):
@@ -185,8 +231,9 @@ class Member(msgspec.Struct):
     arithmetic: a description.
     gates: over all prompts.
     paired: compared with the reference.
-    outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes,
-        "-" where the gate does not apply to it.
+    outcomes: per gate the outcomes of the prompts of Evaluation.prompts (encode_outcomes): "1" and
+        "0" where the answer passes or fails, "p" and "f" where that informs only, "-" where the
+        gate does not apply to it.
     n_computed: number of answers computed in this arithmetic, without later turns of changed
         conversations; the others are certain.
     n_changed: number of answers that differ from those of the requested numerics.

@@ -20,6 +20,8 @@ from annie_quant.documents import (
     OfflineSide,
     PairedGate,
     PooledGates,
+    PromptOutcome,
+    decode_outcomes,
 )
 from annie_quant.judge.decision.rule import RULE
 from annie_quant.judge.decision.verdict import judge_evaluation
@@ -27,12 +29,6 @@ from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
 
 Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
-COUNTED = {"1": True, "0": False}  # "-": the gate does not apply
-SHOWN = {
-    **COUNTED,
-    "p": True,
-    "f": False,
-}  # in the tables alone: answers that are not complete, gates for information
 Row = GateResult | PairedGate | PooledGates | None
 Side = NumericsResult | Member | OfflineSide
 COUNTS = ("passes", "n", "lost", "won", "passed")
@@ -48,15 +44,14 @@ def evidence_sha256(evaluation: Evaluation) -> str:
         e.reference_files,
         e.workloads,
         e.blocking,
-    ]
-    outcomes = [
         e.prompts,
         e.reference_outcomes,
         e.floor_outcomes,
         e.outcomes(),
-        *([e.rule] if e.rule else []),
     ]
-    return sha256_text(msgspec.json.encode([*parts, *outcomes], order="deterministic").decode())
+    if e.rule:
+        parts.append(e.rule)
+    return sha256_text(msgspec.json.encode(parts, order="deterministic").decode())
 
 
 def differences(
@@ -88,45 +83,44 @@ def sides(evaluation: Evaluation) -> dict[str, NumericsResult | Member]:
 def recounted(evaluation: Evaluation) -> Evaluation:
     """Return a copy whose counts and verdicts are made from the outcomes again."""
     result = copy.deepcopy(evaluation)
-    prompts = result.prompts
-    result.reference_gates = tabulate(
-        counted_checks(prompts, result.reference_outcomes, SHOWN).values()
-    )
+    result.reference_gates = _table(result, result.reference_outcomes)
     for name, side in sides(result).items():
-        side.gates = tabulate(counted_checks(prompts, side.outcomes, SHOWN).values())
+        side.gates = _table(result, side.outcomes)
         side.paired, side.pooled = pair_checks(pairs(result, name))
     return judge_evaluation(result)
+
+
+def _table(evaluation: Evaluation, outcomes: Mapping[str, str]) -> dict[str, GateResult]:
+    """Return the gate table of outcomes, also of those that inform only."""
+    return tabulate(checks_of(evaluation.prompts, outcomes, uncounted=True).values())
 
 
 def pairs(evaluation: Evaluation, name: str) -> list[tuple[Mapping[str, bool], Mapping[str, bool]]]:
     """Return (reference's checks, checkpoint's checks) per prompt under one arithmetic."""
     prompts = evaluation.prompts
-    noisy = counted_checks(prompts, evaluation.floor_outcomes)
-    after = counted_checks(prompts, sides(evaluation)[name].outcomes)
-    return [
-        (
-            with_floor(row, noisy.get(prompt, {})) if evaluation.floor_outcomes else row,
-            after.get(prompt, {}),
-        )
-        for prompt, row in counted_checks(prompts, evaluation.reference_outcomes).items()
-    ]
+    before = checks_of(prompts, evaluation.reference_outcomes)
+    after = checks_of(prompts, sides(evaluation)[name].outcomes)
+    if evaluation.floor_outcomes:
+        noisy = checks_of(prompts, evaluation.floor_outcomes)
+        before = {prompt: with_floor(row, noisy.get(prompt, {})) for prompt, row in before.items()}
+    return [(row, after.get(prompt, {})) for prompt, row in before.items()]
 
 
-def counted_checks(
-    prompts: Mapping[str, list[str]],
-    outcomes: Mapping[str, str],
-    results: Mapping[str, bool] = COUNTED,
+def checks_of(
+    prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], uncounted: bool = False
 ) -> Checks:
     """Return the checks of each prompt that has any.
 
     outcomes: as in Evaluation.
-    results: which characters count.
+    uncounted: also those that inform only.
     """
     rows: Checks = {}
     for gate, names in prompts.items():
-        for name, passed in zip(names, outcomes.get(gate, ""), strict=False):
-            if passed in results:
-                rows.setdefault(name, {})[gate] = results[passed]
+        decoded = decode_outcomes(outcomes.get(gate, ""))
+        for name, outcome in zip(names, decoded, strict=False):
+            applies = outcome != PromptOutcome.NOT_APPLICABLE
+            if outcome.counts or (uncounted and applies):
+                rows.setdefault(name, {})[gate] = outcome.passed
     return rows
 
 
@@ -137,8 +131,8 @@ def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
     for name, side in sides(stored).items():
         yield from _changed_side(name, side, others[name], same_rule)
     if same_rule and stored.verdict != counted.verdict:
-        before, after = stored.verdict, counted.verdict
-        texts = [f"{v.verdict} ({v.sentence})" if v else "none" for v in (before, after)]
+        both = (stored.verdict, counted.verdict)
+        texts = [f"{v.verdict} ({v.sentence})" if v else "none" for v in both]
         yield f"verdict: {texts[0]} in the file, {texts[1]} from its outcomes"
 
 
@@ -155,9 +149,9 @@ def _changed(
 ) -> Iterator[str]:
     fields = (*COUNTS, "verdict") if same_rule else COUNTS
     for gate in dict.fromkeys([*stored, *counted]):
-        row, other = stored.get(gate), counted.get(gate)
         for field in fields:
-            value, again = getattr(row, field, None), getattr(other, field, None)
+            value = getattr(stored.get(gate), field, None)
+            again = getattr(counted.get(gate), field, None)
             if value != again:
                 yield f"{where}, {gate}: {field} {value} in the file, {again} from its outcomes"
                 break

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult, Outcome, incomplete
 from annie_quant.judge.answers import Answer
@@ -50,7 +52,10 @@ def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
     low, high = wilson(passes, n)
     result = GateResult(passes=passes, n=n, low=low, high=high, threshold=threshold.limit)
     if n < LARGE_N:
-        _decide_few(result, threshold)
+        result.rule = f"n < {LARGE_N}: {_SHARES[threshold.kind]} at least {threshold.least_n}"
+        if threshold.kind == "rate":
+            result.rule = result.rule.replace("RATE", f"{threshold.rate:.0%}")
+        result.verdict = _decide_few(result, threshold)
     elif threshold.kind == "zero":
         result.rule = (
             f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
@@ -59,34 +64,32 @@ def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
     else:
         result.rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {threshold.limit:.0%}"
         result.verdict = _outside(low, high, threshold.limit)
-        if result.verdict == "undecided":
+    if result.verdict == "undecided":
+        result.n_to_decide = threshold.least_n
+        if n >= threshold.least_n:
             result.n_to_decide = n_to_decide(passes / n, threshold.limit, n)
     return result
 
 
-def _decide_few(result: GateResult, threshold: Threshold) -> None:
-    passes, n, least_n = result.passes, result.n, threshold.least_n
-    shares = {
-        "rate": f"at least {threshold.rate:.0%} of",
-        "zero": "none seen in",
-        "all": "every one of",
-    }
-    result.rule = f"n < {LARGE_N}: {shares[threshold.kind]} at least {least_n}"
-    needed = (
-        math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n
-    )  # 0.6 * 10 is 6.000000000000001
-    if threshold.kind == "zero" and passes < n:
-        result.verdict = "fail"
-    elif n >= least_n and passes >= needed:
-        result.verdict = "pass"
-    elif n and result.high < threshold.limit:
-        result.verdict = "fail"
-    else:
-        result.n_to_decide = least_n if n < least_n else n_to_decide(passes / n, threshold.limit, n)
+_SHARES = {"rate": "at least RATE of", "zero": "none seen in", "all": "every one of"}
+
+
+def _decide_few(result: GateResult, threshold: Threshold) -> Outcome:
+    failed = result.n - result.passes
+    if threshold.kind == "zero" and failed:
+        return "fail"
+    needed = result.n
+    if threshold.kind == "rate":
+        needed = math.ceil(threshold.rate * result.n - 1e-9)  # 0.6 * 10 is 6.000000000000001
+    if result.n >= threshold.least_n and result.passes >= needed:
+        return "pass"
+    return "fail" if result.n and result.high < threshold.limit else "undecided"
 
 
 def _outside(low: float, high: float, limit: float) -> Outcome:
-    return "pass" if low >= limit else "fail" if high < limit else "undecided"
+    if low >= limit:
+        return "pass"
+    return "fail" if high < limit else "undecided"
 
 
 def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
@@ -155,9 +158,10 @@ def _same(name: str, title: str, rate: float, check: Check, *behaviours: str) ->
     return Gate(name, title, _rate(10, rate), check, basis="reference", behaviours=behaviours)
 
 
-_ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
+_ZERO = Threshold("zero", 25)
+_ALL = Threshold("all", 5)
 
-CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS = (
+BEHAVIOURS = (
     "call a tool",
     "decline",
     "right function",
@@ -169,6 +173,7 @@ CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKI
     "stop",
     "thinking",
 )
+CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS
 
 # Thresholds of the original plan where one is named (docs/requirements.md).
 GATES: dict[str, Gate] = {
@@ -373,9 +378,15 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
     table = {}
     for gate in sorted(GATES.values(), key=lambda gate: (gate.advisory, gate.name)):
         if gate.name in counts:
-            result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
-            result.title, result.advisory, result.basis = gate.title, gate.advisory, gate.basis
-            result.requirement, result.meets = gate.requirement, result.verdict
+            result = decide(*counts[gate.name], gate.threshold)
+            table[gate.name] = replace(
+                result,
+                title=gate.title,
+                advisory=gate.advisory,
+                basis=gate.basis,
+                requirement=gate.requirement,
+                meets=result.verdict,
+            )
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from annie_quant.documents import PairedGate, PooledGates, RecordedAnswer, RequestRecord, incomplete
@@ -122,7 +123,7 @@ def pair_checks(
     right nor wrong in the others.
     """
     counts: dict[str, list[int]] = {}
-    changes: list[Change] = []
+    changes: list[Change | None] = []
     for old, new in pairs:
         for gate, passed in old.items():
             row = counts.setdefault(gate, [0, 0, 0, 0])
@@ -130,30 +131,32 @@ def pair_checks(
             row[1] += passed and not new.get(gate, False)
             row[2] += new.get(gate, False) and not passed
             row[3] += passed or gate in REFERENCE_GATES
-        if (change := change_of(old, new)) is not None:
-            changes.append(change)
+        changes.append(change_of(old, new))
     gates = {
         gate: PairedGate(n, lost, won, passed=passed)
         for gate, (n, lost, won, passed) in sorted(counts.items())
     }
-    return gates, pool(changes) if changes else None
+    pooled = [change for change in changes if change is not None]
+    return gates, pool(pooled) if pooled else None
 
 
 def change_of(old: Checks, new: Checks) -> Change | None:
     """Return how an answer changed by the gates of the pooled verdict; None where none of them applies."""
-    deciding = [
-        g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
-    ]
-    if not deciding:
+    pooled = [g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
+    if not pooled:
         return None
-    whole = all(new.get(g, False) for g in deciding) - all(old[g] for g in deciding)
-    return whole, {g: d for g in deciding if (d := new.get(g, False) - old[g])}
+    passed = all(new.get(gate, False) for gate in pooled)
+    whole = passed - all(old[gate] for gate in pooled)
+    changed = [gate for gate in pooled if new.get(gate, False) != old[gate]]
+    return whole, {gate: new.get(gate, False) - old[gate] for gate in changed}
 
 
 def pool(changes: Sequence[Change]) -> PooledGates:
     """Return all gates together, of the changes of all answers."""
     p_largest, p_fisher, p = sign_flips([change for change in changes if change[1]])
-    lost, won = (sum(whole == sign for whole, _ in changes) for sign in (-1, 1))
+    right = Counter(whole for whole, _ in changes)
+    lost = right[-1]
+    won = right[1]
     return PooledGates(
         n=len(changes),
         lost=lost,
@@ -177,25 +180,27 @@ def sign_flips(
     import numpy as np
     from scipy.stats import binom, rankdata
 
-    gates = sorted({gate for _, change in changes for gate in change})
+    gates = sorted(set().union(*(change for _, change in changes)))
     if not gates:
         return 1.0, 1.0, 1.0
     # The order of the answers does not matter.
     changes = sorted(changes, key=lambda change: (change[0], sorted(change[1].items())))
     # Sums of small counts are exact in float32, whose products are several times as fast.
-    matrix = np.array(
-        [[whole, *(change.get(g, 0) for g in gates)] for whole, change in changes], dtype=np.float32
-    )
+    matrix = np.zeros((len(changes), 1 + len(gates)), dtype=np.float32)
+    for row, (whole, change) in zip(matrix, changes, strict=True):
+        row[0] = whole
+        row[1:] = [change.get(gate, 0) for gate in gates]
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
-    sums = np.vstack(
-        [matrix.sum(0), signs.astype(np.float32) @ matrix]
-    )  # won - lost; the first row is observed
-    whole, sums, n_changed = sums[:, 0], sums[:, 1:], np.abs(matrix[:, 1:]).sum(0)
+    # Won - lost; the first row is observed.
+    sums = np.vstack([matrix.sum(0), signs.astype(np.float32) @ matrix])
+    sums_of_answers = sums[:, 0]
+    sums = sums[:, 1:]
+    n_changed = np.abs(matrix[:, 1:]).sum(0)
     fisher = np.zeros(len(sums))
     for column, total in enumerate(n_changed.astype(int)):
         table = -2 * binom.logsf(np.arange(total + 1) - 1, total, 0.5)  # of P(lost or more)
         fisher += table[((total - sums[:, column]) / 2).astype(int)]
-    statistics = (whole * -1, (-sums / np.sqrt(n_changed)).max(1), fisher)
+    statistics = (-sums_of_answers, (-sums / np.sqrt(n_changed)).max(1), fisher)
     p = np.array([rankdata(-s.round(6), method="max") / len(s) for s in statistics])
     smallest = p.min(0)
     return float(p[1, 0]), float(p[2, 0]), float((smallest <= smallest[0]).mean())
@@ -206,12 +211,9 @@ def sign_flips(
 # What bf16 itself does not do cannot be lost, and what it did in few answers was hardly looked at. A behaviour is tested by a gate
 # that bf16 passes in at least MIN_ANSWERS_TO_KEEP prompts: so many without a loss keep at a margin of 5 points.
 
-MIN_ANSWERS_TO_KEEP = (
-    52  # without a loss: score_interval(0, 0, 52) is above -0.05, score_interval(0, 0, 51) is not
-)
-RARE_ANSWERS = (
-    10  # of a behaviour that bf16 shows so rarely that more of the same prompts would not test it
-)
+# Without a loss: the lower bound of score_interval(0, 0, 52) is above -0.05, that of 51 is not.
+MIN_ANSWERS_TO_KEEP = 52
+RARE_ANSWERS = 10  # of a behaviour: more of the same prompts would not test it
 MIN_SHARE_TO_TEST = 0.1  # of its prompts: what bf16 passes less often tests nothing
 
 
@@ -230,10 +232,9 @@ def answers_of(gate: PairedGate) -> int:
 def answers_per_behaviour(members: Iterable[Mapping[str, PairedGate]]) -> dict[str, int]:
     """Return for each behaviour the answers of the reference that show it, by the gate with most; the least of all members."""
     tables = [_answers(gates) for gates in members]
-    return {
-        behaviour: min((table[behaviour] for table in tables), default=0)
-        for behaviour in BEHAVIOURS
-    }
+    if not tables:
+        return dict.fromkeys(BEHAVIOURS, 0)
+    return {behaviour: min(map(itemgetter(behaviour), tables)) for behaviour in BEHAVIOURS}
 
 
 def _answers(gates: Mapping[str, PairedGate]) -> dict[str, int]:

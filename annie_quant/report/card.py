@@ -22,7 +22,7 @@ from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
 from annie_quant.judge.decision import wording
-from annie_quant.judge.decision.rule import by_profile, overall
+from annie_quant.judge.decision.rule import Judgement
 from annie_quant.report import format, tables
 from annie_quant.report.recheck import caveats
 from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe
@@ -195,12 +195,12 @@ def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
     """Return what the card states of a model's behavioural gates, without speed limits."""
     every = decision.deciding_gates(run.aggregates, model)
     gates = [gate for gate in every if not isinstance(gate.result, documents.SpeedGate)]
-    profiles = by_profile(gates)
-    verdict = decision.standing_of(run.aggregates, model, with_speed=False)
+    judged = Judgement(gates)
+    claim, head = wording.first_screen("", judged, wording.next_step(judged), "")
     return {
-        "standing": verdict,
-        "claim": wording.sentence("", wording.claim(overall(profiles), profiles, gates)),
-        "head": wording.head(verdict, profiles, gates, wording.next_step(verdict, profiles, gates)),
+        "standing": decision.standing_of(run.aggregates, model, with_speed=False),
+        "claim": claim,
+        "head": head,
         "blocking": decision.blocking_of(run.aggregates, model),
         "members": [gate for gate in gates if "+" in gate.place and gate.verdict != "keeps"],
     }

@@ -338,7 +338,9 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
     text = f"{len(members)} further arithmetics: {kept} of {len(gates)} gates kept"
     if verdict != "keeps":
         blamed = (gate for gate in gates if gate.verdict == verdict)
-        places = (f"{wording.title(gate.gate)} ({wording.place_name(gate.place)})" for gate in blamed)
+        places = (
+            f"{wording.title(gate.gate)} ({wording.place_name(gate.place)})" for gate in blamed
+        )
         text = f"{text}; {', '.join(dict.fromkeys(places))}"
     return [DecisionStep(text, CSS[verdict])]
 
@@ -356,7 +358,7 @@ def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     text = f"{where}: {passed} of {len(gates)} gates {verb}"
     if verdict != "pass" and gates:
         blamed = ", ".join(
-            f"{run.title(gate.gate)} {count(r.passes)}/{count(r.n)}"
+            f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}"
             for gate, r in gates.items()
             if r.verdict == verdict
         )

@@ -89,7 +89,6 @@ def test_the_roles_are_those_that_the_run_states():
         "NVFP4 mlp_only passes everything that was tested under its server (3 gates)."
     )
     reasons = " ".join(verdict.reasons)
-    assert "content TTFT 90 ms against 300" in reasons
     assert (
         "NVFP4 naive fails under its server: does not call the right tool (80 of 100 prompts)"
         in reasons
@@ -108,9 +107,6 @@ def test_figures_from_1000_on_are_whole_numbers():
             "served": {"mlp_only": side(), "q4_k_m": side()},
             "comparisons": comparisons,
         }
-    )
-    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374" in " ".join(
-        verdict.reasons
     )
     reason = next(r for r in verdict.reasons if r.startswith("content TTFT"))
     assert "better than Q4_K_M's by 1218 ms (95 % -1219 to -1217," in reason

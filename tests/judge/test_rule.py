@@ -233,7 +233,7 @@ def test_small_losses_in_many_gates_are_a_pooled_loss():
     assert {pair.verdict for pair in judge_gates({"w4a4": pairs})[0]["w4a4"].values()} == {
         "undecided"
     }
-    assert "20 right answers lost and 0 won of 500" in " ".join(verdict.reasons)
+    assert "w4a4: all gates together loses: 20 lost and 0 won of 500" in " ".join(verdict.reasons)
     assert verdict.sentence.startswith(
         "Loses under W4A4: gets fewer answers right, over all gates together (20 more of 500 prompts)"
     )

@@ -38,6 +38,7 @@ from annie_quant.core.resume import KeyedJson
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import Aggregates, ModelRow
 from annie_quant.judge import decision
+from annie_quant.judge.decision import wording
 from annie_quant.judge.metrics import three_digits
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
@@ -321,10 +322,10 @@ def _named(model: ModelRow) -> str:
 def claim(aggregates: Aggregates, name: str) -> str:
     """Return what a model keeps or loses, to follow its name."""
     chosen = decision.candidate_decision(aggregates, name)
-    if chosen is None or not chosen.gates:
+    if chosen is None or not chosen.judged.gates:
         return "was not judged"
     reasons = chosen.confounded or decision.blocking_of(aggregates, name)
-    return f"cannot be compared: {', '.join(reasons)}" if reasons else chosen.claim
+    return f"cannot be compared: {', '.join(reasons)}" if reasons else wording.claim(chosen.judged)
 
 
 def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:

@@ -39,7 +39,9 @@ def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | Non
             reference = None  # a side alone is the candidate, whatever its format
     free = [name for name in free if name != reference]
     known = [formats[name] for name in free[:2] if formats.get(name)]
-    candidate, incumbent, assumed = stated.candidate, stated.incumbent, False
+    candidate = stated.candidate
+    incumbent = stated.incumbent
+    assumed = False
     if candidate is None and incumbent is None and len(free) == 2:
         if len(known) == 2 and known[0] == known[1]:
             free.reverse()

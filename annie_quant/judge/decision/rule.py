@@ -46,8 +46,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from annie_quant.documents import (
     GateResult,
@@ -130,8 +131,14 @@ def judge_gates(
             _judge_gate(name, gate, len(family) or 1)
         row_of_all = together[place]
         if row_of_all is not None:
-            row_of_all.verdict = _by_interval(row_of_all, POOLED_MARGIN, 0.0)
+            row_of_all.verdict = _pooled_verdict(row_of_all)
     return gates, together
+
+
+def _pooled_verdict(row: PooledGates) -> GateVerdict:
+    if row.low > -POOLED_MARGIN:
+        return "keeps"
+    return "loses" if is_loss(row, 0.0, stats.LEVEL) else "undecided"
 
 
 def deciding(gates: GateCounts) -> dict[str, PairedGate]:
@@ -215,28 +222,24 @@ def _n_to_decide(name: str, gate: PairedGate, level: float) -> int | None:
     )
 
 
-def _gate_verdict(name: str, gate: PairedGate) -> GateVerdict:
+def _gate_verdict(name: str, gate: PairedGate, level: float = stats.LEVEL) -> GateVerdict:
+    margin = GATES[name].margin
     if is_two_sided(name):
-        if -gate.margin < gate.low and gate.high < gate.margin:
+        if -margin < gate.low and gate.high < margin:
             return "keeps"
         changed = gate.high < 0 or gate.low > 0
-        return "loses" if changed and _is_sure(gate, stats.LEVEL) else "undecided"
+        return "loses" if changed and _is_sure(gate, level) else "undecided"
+    kept = not gate.lost
     if _has_margin(name, gate):
-        return _by_interval(gate, gate.margin or MARGIN, loss_limit(name))
-    if not gate.lost:
+        kept = gate.low > -(margin or MARGIN)
+    if kept:
         return "keeps"
-    return "loses" if is_loss(gate, 0.0, stats.LEVEL) else "undecided"
+    return "loses" if is_loss(gate, loss_limit(name), level) else "undecided"
 
 
 def _has_margin(name: str, gate: PairedGate) -> bool:
     """Return whether some loss is accepted; also of faults that the reference has elsewhere."""
     return GATES[name].margin > 0 or gate.won > 0
-
-
-def _by_interval(row: PairedCounts, margin: float, limit: float) -> GateVerdict:
-    if row.low > -margin:
-        return "keeps"
-    return "loses" if is_loss(row, limit, stats.LEVEL) else "undecided"
 
 
 def is_loss(row: PairedCounts, limit: float, level: float) -> bool:
@@ -253,19 +256,14 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
 
     Without a margin it keeps with no lost answer in LARGE_N.
     """
-    two_sided = is_two_sided(name)
-    if answers_of(gate) < MIN_ANSWERS_TO_KEEP and not two_sided:
+    if answers_of(gate) < MIN_ANSWERS_TO_KEEP and not is_two_sided(name):
         return False
-    low, high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
-    sure = _is_sure(gate, level)
-    margin = GATES[name].margin
-    if two_sided:
-        return (-margin < low and high < margin) or (sure and (high < 0 or low > 0))
-    if sure and high < loss_limit(name):
-        return True
-    if _has_margin(name, gate):
-        return low > -(margin or MARGIN)
-    return not gate.lost and gate.n >= LARGE_N
+    at_level = copy.copy(gate)
+    at_level.low, at_level.high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
+    verdict = _gate_verdict(name, at_level, level)
+    if verdict == "keeps" and not _has_margin(name, gate):
+        return gate.n >= LARGE_N
+    return verdict != "undecided"
 
 
 # ---- one arithmetic
@@ -347,33 +345,23 @@ def profile_of(place: str) -> str:
     return place if place.startswith("served") else place.partition("+")[0]
 
 
-def by_profile(gates: Iterable[JudgedGate]) -> dict[str, Standing]:
-    """Return the verdict of each profile and server."""
-    groups: dict[str, dict[str, dict[str, GateVerdict]]] = {}
+def _over_places(
+    gates: Iterable[JudgedGate],
+) -> dict[tuple[str, str], dict[str, JudgedGate]]:
+    """Return (profile, gate) → place → the judged gate."""
+    groups: dict[tuple[str, str], dict[str, JudgedGate]] = {}
     for gate in gates:
-        verdicts = groups.setdefault(gate.profile, {}).setdefault(gate.gate, {})
-        verdicts[gate.place] = gate.verdict
-    return {
-        profile: worst(_over_arithmetics(profile, verdicts) for verdicts in of_gates.values())
-        for profile, of_gates in groups.items()
-    }
+        groups.setdefault((gate.profile, gate.gate), {})[gate.place] = gate
+    return groups
 
 
-def _over_arithmetics(profile: str, verdicts: Mapping[str, GateVerdict]) -> Standing:
-    """Return the verdict of one gate over the arithmetics of a profile.
-
-    verdicts: by place.
-    """
-    results = set(verdicts.values())
-    if "loses" in results and "keeps" in results and verdicts.get(profile) != "loses":
+def _over_arithmetics(profile: str, places: Mapping[str, JudgedGate]) -> Standing:
+    """Return the verdict of one gate over the arithmetics of a profile."""
+    verdicts = {gate.verdict for gate in places.values()}
+    lost_itself = profile in places and places[profile].verdict == "loses"
+    if {"loses", "keeps"} <= verdicts and not lost_itself:
         return "fragile"
-    return worst(results)
-
-
-def overall(profiles: Mapping[str, Standing]) -> Standing:
-    """Return the verdict of the worst profile that a server computes."""
-    served = [verdict for name, verdict in profiles.items() if name not in NOT_SERVED]
-    return worst(served or profiles.values())
+    return worst(verdicts)
 
 
 def worst(verdicts: Iterable[Standing]) -> Standing:
@@ -381,24 +369,48 @@ def worst(verdicts: Iterable[Standing]) -> Standing:
     return min(verdicts, key=WORST_FIRST.index, default="undecided")
 
 
-def sure_losses(gates: Iterable[JudgedGate]) -> list[JudgedGate]:
-    """Return the lost gates without those that another arithmetic of the profile keeps.
+@dataclass(frozen=True)
+class Judgement:
+    """The gates of a checkpoint that count, in all places, and what follows from them."""
 
-    Of a gate that is lost in its profile's own arithmetic, only that one is returned.
-    """
-    places: dict[tuple[str, str], dict[str, JudgedGate]] = {}
-    for gate in gates:
-        places.setdefault((gate.profile, gate.gate), {})[gate.place] = gate
-    losses: list[JudgedGate] = []
-    for (profile, _), of_gate in places.items():
-        verdicts = {place: gate.verdict for place, gate in of_gate.items()}
-        if _over_arithmetics(profile, verdicts) != "loses":
-            continue
-        if verdicts.get(profile) == "loses":
-            losses.append(of_gate[profile])
-        else:
-            losses += [gate for gate in of_gate.values() if gate.verdict == "loses"]
-    return losses
+    gates: Sequence[JudgedGate]
+
+    @cached_property
+    def profiles(self) -> dict[str, Standing]:
+        """The verdict of each profile and server."""
+        verdicts: dict[str, list[Standing]] = {}
+        for (profile, _), places in _over_places(self.gates).items():
+            verdicts.setdefault(profile, []).append(_over_arithmetics(profile, places))
+        return {profile: worst(own) for profile, own in verdicts.items()}
+
+    @property
+    def verdict(self) -> Standing:
+        """That of the worst profile that a server computes."""
+        served = [own for name, own in self.profiles.items() if name not in NOT_SERVED]
+        return worst(served or self.profiles.values())
+
+    @property
+    def compared(self) -> bool:
+        """Whether any gate was judged against a reference."""
+        return any(gate.compared for gate in self.gates)
+
+    def having(self, verdict: GateVerdict) -> list[JudgedGate]:
+        return [gate for gate in self.gates if gate.verdict == verdict]
+
+    def causes(self) -> list[JudgedGate]:
+        """Return the gates behind the verdict, in the profiles that have it; none where it keeps.
+
+        Of a gate that is lost in its profile's own arithmetic, only that one is returned.
+        """
+        verdict = self.verdict
+        result: GateVerdict = "undecided" if verdict == "undecided" else "loses"
+        causes: list[JudgedGate] = []
+        for (profile, _), places in _over_places(self.gates).items():
+            if {self.profiles[profile], _over_arithmetics(profile, places)} == {verdict}:
+                having = [gate for gate in places.values() if gate.verdict == result]
+                own = places.get(profile)
+                causes += [own] if own in having else having
+        return causes
 
 
 # ---- early looks of a search

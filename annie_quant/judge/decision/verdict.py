@@ -45,7 +45,7 @@ from annie_quant.judge.decision.roles import (
     sides,
     with_candidate_second,
 )
-from annie_quant.judge.decision.rule import GateCounts, JudgedGate
+from annie_quant.judge.decision.rule import GateCounts, JudgedGate, Judgement
 from annie_quant.judge.gates import decides
 from annie_quant.judge.metrics import METRICS
 from annie_quant.judge.pairing import (
@@ -82,14 +82,14 @@ def verdict_of(
     gates: list[JudgedGate] = []
     for place, rows in members.items():
         gates += rule.counted_gates(place, rows, pooled.get(place))
-    profiles = rule.by_profile(gates)
-    verdict = rule.overall(profiles)
+    judged = Judgement(gates)
     answers = answers_per_behaviour(members.values())
     labels = unmet_labels(members.values())
     result = PairedVerdict(
-        verdict=verdict,
+        verdict=judged.verdict,
         sentence="Nothing was compared with the reference.",
-        profiles=profiles,
+        reasons=wording.reasons(gates, ("loses", "undecided")),
+        profiles=judged.profiles,
         members={
             place: rule.member_verdict(rows, pooled.get(place)) for place, rows in members.items()
         },
@@ -101,12 +101,9 @@ def verdict_of(
     )
     if gates:
         not_tested = wording.coverage(answers, labels)
-        next_step = wording.next_step(verdict, profiles, gates)
-        claim = wording.claim(verdict, profiles, gates)
-        claim = wording.with_coverage(claim, verdict, gates, not_tested)
-        result.sentence = wording.sentence("", claim)
-        result.head = wording.head(verdict, profiles, gates, next_step, not_tested)
-        result.reasons = wording.reasons(gates, ("loses", "undecided"))
+        result.sentence, result.head = wording.first_screen(
+            "", judged, wording.next_step(judged), not_tested
+        )
     return result
 
 
@@ -298,7 +295,7 @@ def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> S
     gates = deciding_gates(aggregates, name)
     if not with_speed:
         gates = [gate for gate in gates if not isinstance(gate.result, SpeedGate)]
-    result = rule.overall(rule.by_profile(gates))
+    result = Judgement(gates).verdict
     return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
 
 
@@ -322,49 +319,28 @@ def served_as(aggregates: Aggregates, name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who is judged against whom, and the candidate's gates that count.
+    """Who is judged against whom, with what result.
 
     not_tested: as text; "" without a reference.
     """
 
     candidate: str
     roles: Roles
-    gates: Sequence[JudgedGate]
+    judged: Judgement
     confounds: Sequence[Confound]
     not_tested: str
 
     @property
-    def incumbent(self) -> str | None:
-        return self.roles.incumbent
-
-    @property
-    def profiles(self) -> dict[str, Standing]:
-        return rule.by_profile(self.gates)
-
-    @property
     def standing(self) -> Standing:
         """The verdict over all places. What a confound leaves open does not keep."""
-        verdict = rule.overall(self.profiles)
+        verdict = self.judged.verdict
         return "undecided" if verdict == "keeps" and self.confounded else verdict
-
-    @property
-    def claim(self) -> str:
-        """What the candidate keeps or loses, to follow its name."""
-        return wording.claim(rule.overall(self.profiles), self.profiles, self.gates)
 
     @property
     def confounded(self) -> list[str]:
         """The kinds of the confounds between the sides."""
         codes = {c.code for c in self.confounds if c.severity == "confound"}
         return sorted(code.replace("_", " ") for code in codes)
-
-    @property
-    def compared(self) -> bool:
-        """Whether any gate was judged against a reference."""
-        return any(gate.compared for gate in self.gates)
-
-    def having(self, verdict: GateVerdict) -> list[JudgedGate]:
-        return [gate for gate in self.gates if gate.verdict == verdict]
 
 
 def candidate_decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
@@ -395,7 +371,7 @@ def candidate_decision(aggregates: Aggregates, candidate: str | None = None) -> 
     return Decision(
         candidate=roles.candidate,
         roles=roles,
-        gates=deciding_gates(aggregates, roles.candidate),
+        judged=Judgement(deciding_gates(aggregates, roles.candidate)),
         confounds=[c for c in aggregates.confounds if _concerns(c, roles)],
         not_tested=not_tested,
     )
@@ -433,16 +409,18 @@ def run_verdict(
         return Verdict(
             rule=rule.RULE, sentence="Nothing was measured, so nothing can be concluded."
         )
+    roles = chosen.roles
+    sentence, head = _first_screen(aggregates, chosen)
     result = Verdict(
         rule=rule.RULE,
-        sentence=_sentence(aggregates, chosen),
-        head=_head(aggregates, chosen),
+        sentence=sentence,
+        head=head,
         passed=chosen.standing not in rule.FAILING and not chosen.confounded,
         outcome=chosen.standing,
         badge="confounded" if chosen.confounded else chosen.standing,
         candidate=chosen.candidate,
-        incumbent=chosen.incumbent,
-        comparable=bool(chosen.incumbent or chosen.roles.reference) and not chosen.confounded,
+        incumbent=roles.incumbent,
+        comparable=bool(roles.incumbent or roles.reference) and not chosen.confounded,
         reasons=_reasons(aggregates, chosen),
         caveats=_caveats(aggregates, chosen),
     )
@@ -453,38 +431,27 @@ def run_verdict(
             result.outcome = "undecided"
             result.badge = "undecided"
             result.sentence = wording.blocked(blocking[0])
-            result.head = wording.blocked_head(dict.fromkeys(chosen.profiles, "undecided"))
+            result.head = wording.blocked_head(dict.fromkeys(chosen.judged.profiles, "undecided"))
     return result
 
 
-def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
-    claim = wording.with_coverage(chosen.claim, chosen.standing, chosen.gates, chosen.not_tested)
-    own = wording.sentence(label_of(aggregates, chosen.candidate), claim)
-    if chosen.confounded:
-        other = chosen.roles.incumbent or chosen.roles.reference
-        sentence = wording.confounded(chosen.confounded, other is not None)
-        return f"{sentence} {own}" if chosen.having("loses") else sentence
-    return own
-
-
-def _head(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    incumbent = chosen.incumbent
+def _first_screen(aggregates: Aggregates, chosen: Decision) -> tuple[str, list[str]]:
+    label = label_of(aggregates, chosen.candidate)
+    incumbent = chosen.roles.incumbent
     if chosen.confounded:
         next_step = wording.CONFOUNDED_NEXT
-    elif not aggregates.served:
-        next_step = wording.next_step(chosen.standing, chosen.profiles, chosen.gates)
+    elif aggregates.served:
+        other = label_of(aggregates, incumbent) if incumbent else ""
+        speeds = _significant(aggregates, chosen)
+        next_step = wording.next_for_run(chosen.judged, label, other, speeds)
     else:
-        next_step = wording.next_for_run(
-            chosen.standing,
-            chosen.profiles,
-            chosen.gates,
-            label_of(aggregates, chosen.candidate),
-            label_of(aggregates, incumbent) if incumbent else "",
-            _significant(aggregates, chosen) if incumbent else [],
-        )
-    return wording.head(
-        chosen.standing, chosen.profiles, chosen.gates, next_step, chosen.not_tested
-    )
+        next_step = wording.next_step(chosen.judged)
+    sentence, head = wording.first_screen(label, chosen.judged, next_step, chosen.not_tested)
+    if chosen.confounded:
+        other_side = incumbent or chosen.roles.reference
+        warning = wording.confounded(chosen.confounded, other_side is not None)
+        sentence = f"{warning} {sentence}" if chosen.judged.having("loses") else warning
+    return sentence, head
 
 
 def compared_with(
@@ -505,37 +472,22 @@ def compared_with(
 
 def _significant(aggregates: Aggregates, chosen: Decision) -> list[Comparison]:
     """Return the significant differences from the incumbent whose interval does not have 0 in it."""
-    assert chosen.incumbent is not None
-    rows = []
-    for metric in METRICS.values():
-        if not metric.in_verdict:
-            continue
-        row = compared_with(aggregates, chosen.candidate, chosen.incumbent, metric.name)
-        if row is None or not row.significant or row.low is None or row.high is None:
-            continue
-        if not row.low <= 0 <= row.high:
-            rows.append(row)
-    return rows
+    incumbent = chosen.roles.incumbent or ""
+    in_verdict = (metric.name for metric in METRICS.values() if metric.in_verdict)
+    rows = (compared_with(aggregates, chosen.candidate, incumbent, name) for name in in_verdict)
+    significant = [row for row in rows if row is not None and row.significant]
+    return [row for row in significant if (row.low or 0.0) * (row.high or 0.0) > 0]
 
 
 def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    """Return what is lost, what the other sides lose, and how the times differ."""
-    reasons = wording.reasons(chosen.gates, ("loses",))
+    """Return what is lost, what the other sides lose, and the times that differ."""
+    reasons = wording.reasons(chosen.judged.gates, ("loses",))
     for name in sides(aggregates):
-        gates = deciding_gates(aggregates, name) if name != chosen.candidate else []
-        profiles = rule.by_profile(gates)
-        if rule.overall(profiles) == "loses":
-            claim = wording.claim("loses", profiles, gates)
-            reasons.append(f"{label_of(aggregates, name)} {claim}")
-    if chosen.incumbent:
-        label = label_of(aggregates, chosen.incumbent)
-        speeds = [
-            compared_with(aggregates, chosen.candidate, chosen.incumbent, metric)
-            for metric in ("ttft_content_ms", "decode_tok_s")
-        ]
-        reasons += wording.medians([row for row in speeds if row is not None], label)
-        reasons += [wording.difference(row, label) for row in _significant(aggregates, chosen)]
-    return reasons
+        other = Judgement(deciding_gates(aggregates, name) if name != chosen.candidate else [])
+        if other.verdict == "loses":
+            reasons.append(f"{label_of(aggregates, name)} {wording.claim(other)}")
+    incumbent = label_of(aggregates, chosen.roles.incumbent or "")
+    return reasons + [wording.difference(r, incumbent) for r in _significant(aggregates, chosen)]
 
 
 def peak_bytes(side: ServedSide) -> int | None:
@@ -549,13 +501,14 @@ def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     if chosen.roles.assumed:
         judged = f"{chosen.candidate} was judged; choose with --candidate NAME"
         caveats.insert(0, f"nobody stated which side is new: {judged}")
-    for gate in chosen.gates if chosen.compared else ():
+    for gate in chosen.judged.gates if chosen.judged.compared else ():
         # Absolute requirements that a compared candidate misses inform.
         result = gate.result
         if isinstance(result, GateResult) and result.requirement and result.meets == "fail":
             caveats.append(f"misses {result.requirement} by itself: {wording.reason(gate)}")
-    caveats += wording.reasons(chosen.gates, ("undecided",))
-    rows = [r for r in aggregates.comparisons if {r.a, r.b} == {chosen.candidate, chosen.incumbent}]
+    caveats += wording.reasons(chosen.judged.gates, ("undecided",))
+    both = {chosen.candidate, chosen.roles.incumbent}
+    rows = [row for row in aggregates.comparisons if {row.a, row.b} == both]
     decidable = {row.workload for row in rows if not row.too_few}
     few = sorted({row.workload for row in rows} - decidable)
     if few:

@@ -25,8 +25,8 @@ from annie_quant.judge.decision.rule import (
     POOLED,
     WORST_FIRST,
     JudgedGate,
+    Judgement,
     is_two_sided,
-    sure_losses,
 )
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.metrics import METRICS, three_digits
@@ -34,6 +34,7 @@ from annie_quant.judge.pairing import MIN_ANSWERS_TO_KEEP
 
 MAX_BEHAVIOURS = 3  # in a headline
 MAX_PROFILES = 2
+_ALONE = {"keeps": "passes", "loses": "fails"}  # of a requirement, without a reference
 OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
 
 # What an answer does that fails a gate.
@@ -159,7 +160,8 @@ def worst_first(gates: Iterable[JudgedGate]) -> list[JudgedGate]:
     """Return one judged gate per gate, the one with most points lost: labels, rules, then changes."""
     by_gate: dict[str, JudgedGate] = {}
     for gate in sorted(gates, key=_points_lost, reverse=True):
-        by_gate.setdefault(gate.gate, gate)
+        if gate.gate != NOTHING_TESTED:
+            by_gate.setdefault(gate.gate, gate)
     return sorted(by_gate.values(), key=lambda gate: _rank(gate.gate))
 
 
@@ -199,49 +201,30 @@ def fault(gate: JudgedGate) -> str:
 # ---- the headline and the lines below it
 
 
-def claim(verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]) -> str:
+def claim(judged: Judgement) -> str:
     """Return the verdict and the worst behaviours, to follow a checkpoint's name: "loses under W4A4: ..."."""
-    compared = any(gate.compared for gate in gates)
-    verbs = {"keeps": "keeps" if compared else "passes", "loses": "loses" if compared else "fails"}
-    verb = verbs.get(verdict, f"is {verdict}")
-    names = [profile_name(name) for name, own in profiles.items() if own == verdict]
-    under = f" under {_first_few(names, MAX_PROFILES)}" if names else ""
+    verdict = judged.verdict
+    verb = f"is {verdict}"
+    if verdict in ("keeps", "loses"):
+        verb = verdict if judged.compared else _ALONE[verdict]
     if verdict == "keeps":
-        n_gates = len({gate.gate for gate in gates})
-        return f"{verb} everything that was tested{under} ({counted(n_gates, 'gate')})"
-    ours = [gate for gate in gates if profiles.get(gate.profile) == verdict]
+        verb = f"{verb} everything that was tested"
+    names = [profile_name(name) for name, own in judged.profiles.items() if own == verdict]
+    under = f"{verb} under {_first_few(names, MAX_PROFILES)}" if names else verb
+    faults = [fault(gate) for gate in worst_first(judged.causes())]
+    # Only the first one says what is counted.
+    faults[1:] = [text.replace(" prompts)", ")") for text in faults[1:]]
+    behaviours = _first_few(faults, MAX_BEHAVIOURS)
+    if verdict == "keeps":
+        n_gates = len({gate.gate for gate in judged.gates})
+        return f"{under} ({counted(n_gates, 'gate')})"
     if verdict == "loses":
-        worst = worst_first(sure_losses(ours))
-        return f"{verb}{under}: {_behaviours(worst)}"
+        return f"{under}: {behaviours}"
     if verdict == "fragile":
-        worst = worst_first(gate for gate in ours if gate.verdict == "loses")
-        return f"{verb}{under}: in some of its arithmetics, not in all, it {_behaviours(worst)}"
-    worst = worst_first(gate for gate in ours if gate.verdict == "undecided")
-    tested = [gate for gate in worst if gate.gate != NOTHING_TESTED]
-    if not tested:
-        return f"{verb}{under}: nothing was tested that bf16 does"
-    return f"{verb}{under}, too few prompts to exclude that it {_behaviours(tested)}"
-
-
-def with_coverage(
-    text: str, verdict: Standing, gates: Sequence[JudgedGate], not_tested: str
-) -> str:
-    """Return a claim with what was not tested, where nothing worse is to be said in the headline."""
-    if not_tested and _names_coverage(verdict, gates):
-        return f"{text}; not tested: {not_tested}"
-    return text
-
-
-def _names_coverage(verdict: Standing, gates: Sequence[JudgedGate]) -> bool:
-    if verdict == "undecided":
-        return all(gate.gate == NOTHING_TESTED for gate in gates if gate.verdict == verdict)
-    return verdict == "keeps"
-
-
-def _behaviours(gates: Sequence[JudgedGate]) -> str:
-    """Return the faults as a list; only the first one says what is counted."""
-    first, *others = (fault(gate) for gate in gates)
-    return _first_few([first, *(text.replace(" prompts)", ")") for text in others)], MAX_BEHAVIOURS)
+        return f"{under}: in some of its arithmetics, not in all, it {behaviours}"
+    if not behaviours:
+        return f"{under}: nothing was tested that bf16 does"
+    return f"{under}, too few prompts to exclude that it {behaviours}"
 
 
 def sentence(subject: str, text: str) -> str:
@@ -255,19 +238,21 @@ def sentence(subject: str, text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def head(
-    verdict: Standing,
-    profiles: Mapping[str, Standing],
-    gates: Sequence[JudgedGate],
-    next_step: str,
-    not_tested: str = "",
-) -> list[str]:
-    """Return the lines below the headline."""
-    lines = [f"Where: {_where(profiles)}.", f"How sure: {_how_sure(verdict, profiles, gates)}."]
+def first_screen(
+    subject: str, judged: Judgement, next_step: str, not_tested: str
+) -> tuple[str, list[str]]:
+    """Return the headline and the lines below it.
+
+    What was not tested is in the headline where nothing worse is to be said there.
+    """
+    text = claim(judged)
+    lines = [f"Where: {_where(judged.profiles)}.", f"How sure: {_how_sure(judged)}."]
     lines.append(f"Next: {next_step}.")
-    if not_tested and not _names_coverage(verdict, gates):
+    if not_tested and worst_first(judged.causes()):
         lines.append(f"Not tested: {not_tested}.")
-    return lines
+    elif not_tested:
+        text = f"{text}; not tested: {not_tested}"
+    return sentence(subject, text), lines
 
 
 def _where(profiles: Mapping[str, Standing]) -> str:
@@ -279,58 +264,32 @@ def _where(profiles: Mapping[str, Standing]) -> str:
     return "; ".join(parts) or "nothing was compared"
 
 
-def _how_sure(
-    verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]
-) -> str:
-    places = {gate.place for gate in gates}
-    arithmetics = counted(len(places), "arithmetic")
-    if verdict == "keeps":
-        if any(gate.compared for gate in gates):
+def _how_sure(judged: Judgement) -> str:
+    arithmetics = counted(len({gate.place for gate in judged.gates}), "arithmetic")
+    if judged.verdict == "keeps":
+        if judged.compared:
             return f"no gate loses 5 points or more (95 %), in {arithmetics}"
         return f"by the requirements of the side alone, without bf16, in {arithmetics}"
-    ours = [gate for gate in gates if profiles.get(gate.profile) == verdict]
-    open_or_lost = sure_losses(ours) if verdict == "loses" else []
-    if not open_or_lost:
-        word = "undecided" if verdict == "undecided" else "loses"
-        open_or_lost = [gate for gate in ours if gate.verdict == word]
-    worst = worst_first(gate for gate in open_or_lost if gate.gate != NOTHING_TESTED)
-    if not worst:
+    causes = worst_first(judged.causes())
+    if not causes:
         return f"not at all, no prompt decides ({arithmetics})"
-    first = worst[0]
-    same = {
-        gate.place for gate in gates if (gate.gate, gate.verdict) == (first.gate, first.verdict)
-    }
-    share = f"in {len(same)} of {arithmetics}"
-    if first.counts is None:
-        return f"{_interval_alone(first.result)}, {share}"
-    return f"{describe_interval(first.counts)}, {share}"
+    first = causes[0]
+    places = {gate.place for gate in judged.having(first.verdict) if gate.gate == first.gate}
+    interval = _interval_alone(first.result)
+    if first.counts is not None:
+        interval = describe_interval(first.counts)
+    return f"{interval}, in {len(places)} of {arithmetics}"
 
 
-def prompts_to_decide(gates: Iterable[JudgedGate]) -> int | None:
-    """Return how many prompts per gate would decide all undecided gates at their rates; None if no number does."""
-    needed = [
-        getattr(gate.counts if gate.compared else gate.result, "n_to_decide", None)
-        for gate in gates
-        if gate.verdict == "undecided"
-    ]
-    known = [n for n in needed if n is not None]
-    return max(known) if known and len(known) == len(needed) else None
-
-
-def next_step(
-    verdict: Standing, profiles: Mapping[str, Standing], gates: Sequence[JudgedGate]
-) -> str:
+def next_step(judged: Judgement) -> str:
     """Return what to do with a checkpoint that was evaluated."""
-    if verdict == "keeps":
+    if judged.verdict == "keeps":
         return "serve it (annie-quant serve) and measure its speed (annie-quant bench)"
-    if verdict == "undecided":
-        if any(gate.gate == NOTHING_TESTED for gate in gates):
-            return "make prompts that test it: annie-quant init"
-        n = prompts_to_decide(gate for gate in gates if profiles.get(gate.profile) == verdict)
-        return f"judge more prompts, about {n} per gate" if n else "judge more and other prompts"
+    if judged.verdict == "undecided":
+        return _more_prompts(judged.causes())
     keeping = [
         profile_name(name)
-        for name, own in profiles.items()
+        for name, own in judged.profiles.items()
         if own == "keeps" and name not in NOT_SERVED
     ]
     if keeping:
@@ -338,21 +297,26 @@ def next_step(
     return "do not serve it; try other strategies: annie-quant search"
 
 
+def _more_prompts(undecided: Sequence[JudgedGate]) -> str:
+    if any(gate.gate == NOTHING_TESTED for gate in undecided):
+        return "make prompts that test it: annie-quant init"
+    sources = [gate.counts or gate.result for gate in undecided]
+    needed = [getattr(source, "n_to_decide", None) for source in sources]
+    if None in needed:
+        return "judge more and other prompts"
+    return f"judge more prompts, about {max(needed)} per gate"
+
+
 def next_for_run(
-    verdict: Standing,
-    profiles: Mapping[str, Standing],
-    gates: Sequence[JudgedGate],
-    label: str,
-    incumbent: str,
-    speeds: Sequence[Comparison],
+    judged: Judgement, label: str, incumbent: str, speeds: Sequence[Comparison]
 ) -> str:
     """Return what to do with the candidate of a run: the verdict first, then the times a user waits.
 
     incumbent: the label of what it would replace; "" where nothing was measured that it could replace.
     speeds: significant differences, the candidate second.
     """
-    if verdict != "keeps":
-        advice = next_step(verdict, profiles, gates)
+    if judged.verdict != "keeps":
+        advice = next_step(judged)
         return f"stay with {incumbent}; {advice}" if incumbent else advice
     if not incumbent:
         return "it keeps, and nothing was measured that it could replace"
@@ -379,10 +343,12 @@ def reason(gate: JudgedGate) -> str:
     result = gate.result
     counts = gate.counts
     name = result.title if isinstance(result, GateResult) and result.title else title(gate.gate)
+    if gate.gate == NOTHING_TESTED:
+        return f"{gate.place}: {name}"
     text = f"{gate.place}: {name} {verdict_word(gate)}"
     if counts is not None:
         figures = f"{counts.lost} lost and {counts.won} won of {counts.n}"
-        text = f"{text}: {figures}, {describe_interval(counts)}" if counts.n else text
+        text = f"{text}: {figures}, {describe_interval(counts)}"
         n = counts.n_to_decide if isinstance(counts, PairedGate) else None
     elif isinstance(result, GateResult):
         figures = f"{result.passes} of {result.n}, {_interval_alone(result)}, {result.rule}"
@@ -390,7 +356,7 @@ def reason(gate: JudgedGate) -> str:
         n = result.n_to_decide
     else:
         return f"{text}: {fault(gate)}, {_interval_alone(result)}"
-    if gate.verdict != "undecided" or gate.gate == NOTHING_TESTED:
+    if gate.verdict != "undecided":
         return text
     return f"{text}; {f'n = {n} would decide' if n else 'no n decides at this rate'}"
 
@@ -422,7 +388,7 @@ def verdict_word(gate: JudgedGate) -> str:
     """Return keeps, loses or undecided of a comparison; passes, fails or undecided of a requirement."""
     if gate.counts is not None:
         return gate.verdict
-    return {"keeps": "passes", "loses": "fails"}.get(gate.verdict, gate.verdict)
+    return _ALONE.get(gate.verdict, gate.verdict)
 
 
 def paired_rule(gate: PairedGate) -> str:
@@ -515,15 +481,3 @@ def difference(row: Comparison, incumbent: str) -> str:
         f"{metric.title} is {kind} than {incumbent}'s by {three_digits(abs(change))} {metric.unit} "
         f"({interval}, {row.n_prompts} prompts, Holm p {row.p_holm:.2g})"
     )
-
-
-def medians(rows: Sequence[Comparison], incumbent: str) -> list[str]:
-    """Return the two sides' medians as one sentence in a list; [] without any."""
-    parts = []
-    for row in rows:
-        if row.median_a is not None and row.median_b is not None:
-            metric = METRICS[row.metric]
-            sure = "" if row.significant else " (no significant difference)"
-            ours = f"{three_digits(row.median_b)} {metric.unit}"
-            parts.append(f"{metric.title} {ours} against {three_digits(row.median_a)}{sure}")
-    return [f"against {incumbent}: {_listed(parts)}"] if parts else []

@@ -1,4 +1,4 @@
-"""The gates' outcomes of answers that were computed offline: one character per gate and prompt.
+"""The gates' outcomes of answers that were computed offline.
 
 Counts and verdicts are made from them, here and when a stored evaluation is read (judge/evidence.py).
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from annie_quant import documents, judge
+from annie_quant.documents import PromptOutcome, encode_outcomes
 from annie_quant.judge import Answer, Case, Judged, Workload
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.gates import GATES, IMPLIED
@@ -23,13 +24,13 @@ class ReferenceAnswers:
 
     answered: the reference's answers.
     judged: the same with what judges them, each with itself as its reference.
-    characters: by gate, those of `judged` (gate_characters).
+    own_outcomes: those of `judged`, by gate.
     """
 
     template: Template
     answered: list[Answered]
     judged: list[Judged]
-    characters: list[dict[str, str]]
+    own_outcomes: list[dict[str, PromptOutcome]]
 
     def judge(self, outcomes: Sequence[Outcome | Answered]) -> list[Judged]:
         """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
@@ -46,17 +47,17 @@ class ReferenceAnswers:
         return rows
 
     def outcomes(self, rows: Sequence[Judged]) -> dict[str, str]:
-        """Return by gate one character per prompt (gate_characters). rows: all answers, of judge()."""
-        characters: dict[str, list[str]] = {}
-        for row, old, of_old in zip(rows, self.judged, self.characters, strict=True):
-            for gate, character in (of_old if row is old else gate_characters(*row)).items():
-                characters.setdefault(gate, []).append(character)
-        return {gate: "".join(row) for gate, row in characters.items()}
+        """Return by gate the outcomes of all prompts, as the document has them. rows: all answers, of judge()."""
+        outcomes: dict[str, list[PromptOutcome]] = {}
+        for row, old, of_old in zip(rows, self.judged, self.own_outcomes, strict=True):
+            for gate, outcome in (of_old if row is old else prompt_outcomes(*row)).items():
+                outcomes.setdefault(gate, []).append(outcome)
+        return {gate: encode_outcomes(own) for gate, own in outcomes.items()}
 
     def prompts(self) -> dict[str, list[str]]:
-        """Return by gate the names of the prompts that `outcomes` has characters of."""
+        """Return by gate the names of the prompts of `outcomes`."""
         names: dict[str, list[str]] = {}
-        for (request, _), of_old in zip(self.answered, self.characters, strict=True):
+        for (request, _), of_old in zip(self.answered, self.own_outcomes, strict=True):
             for gate in of_old:
                 names.setdefault(gate, []).append(request.name)
         return names
@@ -66,8 +67,8 @@ def reference_answers(template: Template, answered: Sequence[Answered]) -> Refer
     """Return the reference's answers, each with itself as its reference, so that it passes every gate that compares."""
     rows = [judged(template, a) for a in answered]
     rows = [row._replace(reference=row.answer) for row in rows]
-    characters = [gate_characters(*row) for row in rows]
-    return ReferenceAnswers(template, list(answered), rows, characters)
+    own_outcomes = [prompt_outcomes(*row) for row in rows]
+    return ReferenceAnswers(template, list(answered), rows, own_outcomes)
 
 
 def judged(template: Template, answered: Answered) -> Judged:
@@ -77,25 +78,17 @@ def judged(template: Template, answered: Answered) -> Judged:
     return Judged(request.workload, case, template.answer(request, completion))
 
 
-def gate_characters(
+def prompt_outcomes(
     workload: Workload, case: Case, answer: Answer, reference: Answer | None
-) -> dict[str, str]:
-    """Return for each gate of the workload "1" where the answer passes, else "0".
+) -> dict[str, PromptOutcome]:
+    """Return the outcome of each gate of the workload for one answer.
 
-    "-": the gate does not apply to the answer. "p", "f": it passes or fails, and does not count for the verdict, because the
-    answer is not complete or by the workload's choice.
+    What passes or fails and does not count is not complete, or left out by the workload's author.
     """
     checks = judge.checks(answer, case, workload, reference)
     counting = deciding(checks, answer, workload)
-    characters = {}
-    for gate in dict.fromkeys((*workload.gates, *IMPLIED)):
-        if gate not in checks:
-            characters[gate] = "-"
-        elif gate in counting:
-            characters[gate] = "1" if checks[gate] else "0"
-        else:
-            characters[gate] = "p" if checks[gate] else "f"
-    return characters
+    names = dict.fromkeys((*workload.gates, *IMPLIED))
+    return {gate: PromptOutcome.of(checks.get(gate), gate in counting) for gate in names}
 
 
 def gives_one_answer(references: ReferenceAnswers, after: Sequence[Judged]) -> str:

@@ -192,8 +192,14 @@ def test_a_role_of_a_report_that_names_no_side(run, tmp_path):
 
 
 def test_a_run_of_failed_requests_fails_the_plug_in(tmp_path):
+
+    def smoke_only(body):
+        if "Japan" in str(body):
+            return words("Tokyo")
+        return Script(status=500, error="no")
+
     with (
-        FakeServer(lambda body: Script(status=500, error="no")) as a,
+        FakeServer(smoke_only) as a,
         FakeServer(lambda body: words("Tokyo")) as b,
     ):
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]

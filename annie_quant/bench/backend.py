@@ -404,8 +404,8 @@ class Acceptance:
         """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
         if before is None:
             return
-        received = sum(r.tokens.completion_tokens or 0 for r in records)
-        if not received or any(r.tokens.tokens_estimated or r.answer.error for r in records):
+        received = sum(r.answer.completion_tokens or 0 for r in records)
+        if not received or any(r.answer.tokens_estimated or r.answer.error for r in records):
             return
         for wait_s in SETTLE_S:
             time.sleep(wait_s)
@@ -417,7 +417,7 @@ class Acceptance:
                 for record in (
                     records if 0 <= accepted <= drafted else ()
                 ):  # else the server was restarted
-                    share = (record.tokens.completion_tokens or 0) / received
+                    share = (record.answer.completion_tokens or 0) / received
                     record.tokens.drafted_tokens, record.tokens.accepted_tokens = (
                         drafted * share,
                         accepted * share,

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from annie_quant.bench.findings import finding
 from annie_quant.bench.stability import measured_values
-from annie_quant.documents import BenchConfig, Confound, Ended, Identity, RequestRecord
+from annie_quant.documents import Answer, BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.documents.results import Severity
-from annie_quant.judge.answers import Answer, constant_answer
+from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.checks.calls import has_call_markup
 from annie_quant.judge.checks.text import leaked
 from annie_quant.judge.pairing import has_label
@@ -199,7 +199,7 @@ def _priority(names: Sequence[str], records: Records) -> Findings:
 
 def _estimates(records: Records) -> Findings:
     if names := sorted(
-        {r.backend for r in records if r.tokens.tokens_estimated and not r.answer.error}
+        {r.backend for r in records if r.answer.tokens_estimated and not r.answer.error}
     ):
         yield finding("tokens_estimated", *names)
 
@@ -248,7 +248,7 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     effect = "its content TTFT includes that thinking"
     yield from _in_times("hidden_thinking", name, hidden, off, effect)
     empty = [
-        r.tokens.completion_tokens
+        r.answer.completion_tokens
         for r in off
         if not r.answer.text.strip()
         and not r.answer.tool_calls
@@ -384,8 +384,8 @@ def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
     """
     tokens = events = 0
     for r in rows:
-        own, n = r.tokens.token_events, r.tokens.completion_tokens
-        if own and n and not (r.tokens.tokens_estimated or r.answer.tool_calls or r.answer.error):
+        own, n = r.tokens.token_events, r.answer.completion_tokens
+        if own and n and not (r.answer.tokens_estimated or r.answer.tool_calls or r.answer.error):
             tokens += max(0, n - (r.answer.finish_reason == "stop"))
             events += own
     return (tokens / events, events) if events >= LEAST_EVENTS and tokens else None

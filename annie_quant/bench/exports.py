@@ -30,7 +30,7 @@ ORIGINAL_FIGURES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "ttft_ms": lambda r: r.timings.first_content_ms,
     "tool_ms": lambda r: r.timings.first_tool_ms,
     "total_ms": lambda r: r.timings.e2e_ms,
-    "tokens": lambda r: r.tokens.completion_tokens,
+    "tokens": lambda r: r.answer.completion_tokens,
     "tok_per_s": lambda r: r.timings.decode_tok_s,
 }
 
@@ -50,7 +50,7 @@ def vllm(bench: Bench, records: Records, name: str) -> JsonObject:
     complete = [r for r in alone if not r.answer.error]
     seconds = sum(r.timings.e2e_ms or 0.0 for r in complete) / 1e3
     tokens_in = sum(r.tokens.prompt_tokens for r in complete)
-    tokens_out = sum(r.tokens.completion_tokens or 0 for r in complete)
+    tokens_out = sum(r.answer.completion_tokens or 0 for r in complete)
 
     def per_second(amount: float) -> float | None:
         return amount / seconds if seconds else None

@@ -18,9 +18,8 @@ from annie_quant import documents, judge
 from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Judgement, RequestRecord, SentWorkload, ToolCall
+from annie_quant.documents import Answer, Judgement, RequestRecord, SentWorkload, ToolCall
 from annie_quant.judge import decision
-from annie_quant.judge.answers import Answer, from_record
 from annie_quant.judge.checks.calls import arguments_of, normalized_call
 from annie_quant.judge.checks.text import garbled, repeats
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
@@ -32,20 +31,18 @@ RECORDED = "bf16 (recorded)"  # how results name these answers
 Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
 
 
-def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
+def judge_record(record: RequestRecord, case: Case, workload: Workload) -> None:
     """Set the judgement of a record. An answer that is not complete fails each gate that applies to the case."""
-    faults = judge.faults(answer, case.at_turn(record.turn), workload)
-    if reason := documents.incomplete(answer.error, answer.finish_reason):
-        # A rule about the text, not a rate, applies to every answer.
-        rules = {
-            gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided
-        }
-        applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
-        faults = {gate: faults[gate] or reason for gate in applying}
+    faults = judge.faults(record.answer, case.at_turn(record.turn), workload)
+    reason = record.answer.fault
+    if reason:
+        for gate, fault in faults.items():
+            # A rule about the text, not a rate, applies to every answer.
+            is_rule = GATES[gate].basis == "rule" and not GATES[gate].two_sided
+            if fault is not None or is_rule:
+                faults[gate] = fault or reason
     checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
-    described = {
-        gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided
-    }
+    described = {g: fault for g, fault in faults.items() if fault and not GATES[g].two_sided}
     if workload.name.startswith(LADDER):
         right = all(checks.get(gate, True) for gate in workload.gates)
         record.judgement = Judgement(faults=described, right=right)
@@ -53,17 +50,15 @@ def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Wo
         record.judgement = Judgement(checks=checks, faults=described)
 
 
-def correct_finish_reason(record: RequestRecord, max_tokens: int | None) -> None:
+def correct_finish_reason(answer: Answer, max_tokens: int | None) -> None:
     """Set the reason "length" where a call was cut at max_tokens: some servers report "tool_calls" for it."""
-    count = record.tokens.completion_tokens
-    if max_tokens is None or count is None or count < max_tokens or record.tokens.tokens_estimated:
+    count = answer.counted_tokens
+    reported = answer.finish_reason
+    if max_tokens is None or count is None or count < max_tokens or reported == "length":
         return
-    if record.answer.finish_reason != "length" and not all(
-        map(_has_arguments, record.answer.tool_calls)
-    ):
-        reported = record.answer.finish_reason
-        record.answer.finish_reason = "length"
-        record.answer.warnings.append(
+    if not all(map(_has_arguments, answer.tool_calls)):
+        answer.finish_reason = "length"
+        answer.warnings.append(
             f"the server reported {reported!r} for a call that was cut at max_tokens"
         )
 
@@ -76,7 +71,7 @@ def _has_arguments(call: ToolCall) -> bool:
     return True
 
 
-def no_words(answer: documents.RecordedAnswer) -> bool:
+def no_words(answer: Answer) -> bool:
     """Return whether an answer has no language: nothing at all, or the loops and characters of a wrong computation.
 
     Without text, an answer that thinking or max_tokens ended is another fault.
@@ -90,7 +85,7 @@ def no_words(answer: documents.RecordedAnswer) -> bool:
 def judge_scenario(record: RequestRecord, played: Played) -> None:
     """Set the answer, the duration and the judgement of a scenario that tool-eval-bench has played."""
     passed = played.status == "pass"
-    record.answer = documents.RecordedAnswer(
+    record.answer = Answer(
         text=f"{played.status}, {played.points} points: {played.summary}",
         error=played.error or None,
         finish_reason="stop",
@@ -119,7 +114,7 @@ def mark(
     before = [(dict(r.judgement.checks), dict(r.judgement.faults)) for r in records]
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
     answers = {
-        key: from_record(record) for record, key in reversed(own) if not record.answer.fault
+        key: record.answer for record, key in reversed(own) if not record.answer.fault
     }  # the first of each
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
@@ -148,7 +143,7 @@ def _check(
     at_turn = case.at_turn(record.turn)
     for gate in workload.gates:
         if gate in REFERENCE_GATES and (key, gate) not in unstable:
-            fault = GATES[gate].check(from_record(record), at_turn, workload, reference)
+            fault = GATES[gate].check(record.answer, at_turn, workload, reference)
             if (
                 record.answer.fault
                 and GATES[gate].check(reference, at_turn, workload, reference) is not None

@@ -50,7 +50,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import Bench, ChatMessage, Ended, Identity, RequestRecord, Roles
 from annie_quant.judge import decision, tool_eval
-from annie_quant.judge.answers import Answer, assistant_message
+from annie_quant.judge.answers import assistant_message
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 
@@ -222,7 +222,7 @@ class Session:
                     record.answer.cause, record.answer.error = run_folder.UNANSWERED_CAUSES[
                         bool(rows)
                     ]
-                    judge_record(record, Answer(error=record.answer.error), case, visit.workload)
+                    judge_record(record, case, visit.workload)
                     rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
         return Ended(unasked=len(unasked), prefix_cache=self.config.prefix_cache)
@@ -399,18 +399,16 @@ class Session:
         self.batch += 1
         for turn in turns:
             record, received = turn.record, answers[turn.tag]
-            record.answer = documents.pick(documents.RecordedAnswer, received)
-            record.tokens = documents.pick(documents.RequestTokens, received)
-            record.timings = documents.pick(documents.RequestTimings, received)
-            correct_finish_reason(record, turn.body.get("max_tokens"))
-            answer = judge.from_record(record)
+            documents.set_answer(record, received)
+            correct_finish_reason(record.answer, turn.body.get("max_tokens"))
+            answer = record.answer
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at
             record.load.load_per_core = load_per_core()
             record.load.clock_mhz, record.load.temperature_c, record.load.throttle = state
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
-            judge_record(record, answer, turn.case, visit.workload)
+            judge_record(record, turn.case, visit.workload)
         self.acceptance.after(backend, counters, [t.record for t in turns])
         for record in (t.record for t in turns):
             self.records.append(record)

@@ -96,9 +96,9 @@ from annie_quant.documents.reading import (
     write,
 )
 from annie_quant.documents.records import (
+    Answer,
     Judgement,
     Load,
-    RecordedAnswer,
     RequestLoad,
     RequestRecord,
     RequestTimings,
@@ -107,8 +107,8 @@ from annie_quant.documents.records import (
     decode_record,
     encode_record,
     incomplete,
-    pick,
     salvage_record,
+    set_answer,
 )
 from annie_quant.documents.results import (
     Aggregates,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -117,32 +117,44 @@ class RequestLoad(msgspec.Struct, kw_only=True):
         return not self.rate_per_s and not self.trace_speed and self.concurrency <= 1
 
 
-class RecordedAnswer(msgspec.Struct, kw_only=True):
-    """What the server answered."""
+class Answer(msgspec.Struct):
+    """The answer to one request: from a server, from transformers, or from a record of a benchmark."""
 
-    status: int = 0  # HTTP status; 0: no answer
-    error: str | None = None  # one line
-    cause: str | None = None  # its short form (annie_quant.stream.answer), "hung" or "not_sent"
-    warnings: list[str] = []  # about the stream, one line each
     text: str = ""  # content, without reasoning
     reasoning: str = ""  # thinking, in its own field of the stream
     tool_calls: list[ToolCall] = []  # in the order of the stream
     finish_reason: str | None = None  # as the server sent it
+    error: str | None = None  # one line
+    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = (
+        None  # reasoning included
+    )
+    tokens_estimated: bool = False  # counted from events, because the server reported no count
+    status: int = 0  # HTTP status; 0: no answer
+    cause: str | None = (
+        None  # the error's short form (annie_quant.stream.answer), "hung" or "not_sent"
+    )
+    warnings: list[str] = []  # about the stream, one line each
+
+    @property
+    def silent(self) -> bool:
+        """Whether there is neither visible text nor a tool call."""
+        return not self.text.strip() and not self.tool_calls
 
     @property
     def fault(self) -> str:
         """Why the answer is not complete: an error, no finish reason, or a cut at max_tokens; "" for a complete answer."""
         return incomplete(self.error, self.finish_reason)
 
+    @property
+    def counted_tokens(self) -> int | None:
+        """The server's own count of tokens; None where it reported none."""
+        return None if self.tokens_estimated else self.completion_tokens
+
 
 class RequestTokens(msgspec.Struct, kw_only=True):
     """Counts of tokens."""
 
     usage: dict[str, Any] | None = None  # as the server sent it
-    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = (
-        None  # reasoning included
-    )
-    tokens_estimated: bool = False  # counted from events, because the server reported no count
     token_events: Count | None = None  # events with text, reasoning or a tool call
     tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = (
         None  # the server's count over these events
@@ -256,7 +268,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
     )
     load: RequestLoad = msgspec.field(default_factory=RequestLoad)
-    answer: RecordedAnswer = msgspec.field(default_factory=RecordedAnswer)
+    answer: Answer = msgspec.field(default_factory=Answer)
     tokens: RequestTokens = msgspec.field(default_factory=RequestTokens)
     timings: RequestTimings = msgspec.field(default_factory=RequestTimings)
     judgement: Judgement = msgspec.field(default_factory=Judgement)
@@ -283,8 +295,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             for gap, n in zip(gaps, tokens.event_tokens, strict=True):
                 result += [gap / n] * min(n, MAX_EVENT_TOKENS) if n else []
             return result
-        count = tokens.completion_tokens
-        if tokens.tokens_estimated or not count or count < 2 or not gaps:
+        count = self.answer.counted_tokens
+        if not count or count < 2 or not gaps:
             return []
         return [gap * len(gaps) / (count - 1) for gap in gaps]
 
@@ -293,17 +305,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 RECORD_GROUPS: dict[str, type[msgspec.Struct]] = {
     "load": RequestLoad,
-    "answer": RecordedAnswer,
+    "answer": Answer,
     "tokens": RequestTokens,
     "timings": RequestTimings,
     "judgement": Judgement,
 }
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
-    """Return the struct with those of `fields` that it has."""
-    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
 
 
 def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
@@ -312,6 +318,14 @@ def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
     for name, kind in RECORD_GROUPS.items():
         setattr(record, name, read(kind))
     return record
+
+
+def set_answer(record: RequestRecord, received: Mapping[str, Any]) -> None:
+    """Set the answer, tokens and times of a record from the stream client's fields of the request."""
+    for name in ("answer", "tokens", "timings"):
+        kind = RECORD_GROUPS[name]
+        fields = {field: received[field] for field in kind.__struct_fields__ if field in received}
+        setattr(record, name, kind(**fields))
 
 
 def decode_record(line: bytes, where: str, hint: str = "") -> RequestRecord:

@@ -15,7 +15,8 @@ jsonschema and markdown-it are imported where they are used.
 
 from __future__ import annotations
 
-from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
+from annie_quant.documents import Answer
+from annie_quant.judge.answers import parse_raw, raw_view
 from annie_quant.judge.decision import judge_evaluation, judge_members
 from annie_quant.judge.decision import run_verdict as verdict
 from annie_quant.judge.gates import Judged, checks, faults, gate_table
@@ -39,7 +40,6 @@ __all__ = [
     "compare",
     "distinct_prompts",
     "faults",
-    "from_record",
     "gate_table",
     "holm",
     "judge_evaluation",

@@ -14,13 +14,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from annie_quant.core.untrusted import decode_json
+from annie_quant.documents import Answer
 
 if TYPE_CHECKING:
-    from annie_quant.documents import ChatMessage, RecordedAnswer, RequestRecord, ToolCall
+    from annie_quant.documents import ChatMessage, ToolCall
     from annie_quant.documents.prompts import CalledFunction
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
@@ -161,46 +163,7 @@ MIN_CONSTANT_ANSWERS = 10
 MIN_CONSTANT_SHARE = 0.2  # of prompts without a label
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer to one request.
-
-    tool_calls: id, name and arguments (a JSON string, as sent).
-    error: empty where the request succeeded.
-    finish_reason: "stop", "tool_calls", "length", or None where it is unknown.
-    completion_tokens: None where unknown.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str = ""
-    completion_tokens: int | None = None
-
-    @property
-    def silent(self) -> bool:
-        """Whether there is neither visible text nor a tool call."""
-        return not self.text.strip() and not self.tool_calls
-
-
-def from_record(record: RequestRecord) -> Answer:
-    """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
-    return Answer(
-        text=record.answer.text,
-        reasoning=record.answer.reasoning,
-        tool_calls=record.answer.tool_calls,
-        finish_reason=record.answer.finish_reason,
-        error=record.answer.error or "",
-        completion_tokens=None
-        if record.tokens.tokens_estimated
-        else record.tokens.completion_tokens,
-    )
-
-
-def constant_answer(
-    own: Sequence[Answer | RecordedAnswer], other: Sequence[Answer | RecordedAnswer]
-) -> str:
+def constant_answer(own: Sequence[Answer], other: Sequence[Answer]) -> str:
     """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
     if not own:
         return ""
@@ -255,7 +218,13 @@ def parse_raw(
     finish_reason = None
     if ends:
         finish_reason = "tool_calls" if calls else "stop"
-    return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
+    return Answer(
+        text=text.strip(),
+        reasoning=reasoning.strip(),
+        tool_calls=calls,
+        finish_reason=finish_reason,
+        completion_tokens=completion_tokens,
+    )
 
 
 def raw_view(answer: Answer, tools: Tools = None) -> Answer:
@@ -268,4 +237,4 @@ def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     parsed = parse_raw(answer.text, thinking=False, tools=tools)
     if not parsed.tool_calls:
         return answer
-    return replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)
+    return msgspec.structs.replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)

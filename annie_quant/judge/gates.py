@@ -23,8 +23,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import GateResult, Outcome, incomplete
-from annie_quant.judge.answers import Answer
+from annie_quant.documents import Answer, GateResult, Outcome, incomplete
 from annie_quant.judge.checks import calls, reference, statements, text
 from annie_quant.judge.statistics import MAX_N_TO_DECIDE, Z, wilson
 from annie_quant.judge.workloads import Case, Workload

@@ -101,7 +101,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric(
             "completion_tokens",
-            lambda r: r.tokens.completion_tokens,
+            lambda r: r.answer.completion_tokens,
             "tokens",
             "answer length",
             "neither",
@@ -120,7 +120,7 @@ def metric_value(record: RequestRecord, metric: str) -> MetricValue:
     value = definition.value(record)
     return (
         None
-        if value in (None, []) or (definition.server_counted and record.tokens.tokens_estimated)
+        if value in (None, []) or (definition.server_counted and record.answer.tokens_estimated)
         else value
     )
 

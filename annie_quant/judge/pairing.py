@@ -12,8 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from annie_quant.documents import PairedGate, PooledGates, RecordedAnswer, RequestRecord, incomplete
-from annie_quant.judge.answers import Answer
+from annie_quant.documents import Answer, PairedGate, PooledGates, RequestRecord
 from annie_quant.judge.gates import BEHAVIOURS, GATES, REFERENCE_GATES, decides
 from annie_quant.judge.statistics import mcnemar
 
@@ -26,9 +25,9 @@ Change = tuple[int, Mapping[str, int]]
 FLIPS = 4999  # random sign flips of a permutation test
 
 
-def is_complete(answer: Answer | RecordedAnswer) -> bool:
+def is_complete(answer: Answer) -> bool:
     """Return whether the answer arrived and ended by itself."""
-    return not incomplete(answer.error, answer.finish_reason)
+    return not answer.fault
 
 
 def deciding(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import GateResult
-from annie_quant.judge.answers import Answer
+from annie_quant.documents import Answer, GateResult
 from annie_quant.judge.gates import IMPLIED, REFERENCE_GATES, Judged, checks, decides
 from annie_quant.judge.workloads import Case, Workload
 
@@ -97,7 +98,8 @@ ANSWER = Answer(
     finish_reason="stop",
     completion_tokens=12,
 )
-REFERENCES = (ANSWER, replace(ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}]))
+CALLING = msgspec.structs.replace(ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}])
+REFERENCES = (ANSWER, CALLING)
 
 
 def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:

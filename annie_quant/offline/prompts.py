@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from annie_quant.checkpoint.chat_template import ChatTemplate, loading_tokenizer
@@ -332,9 +333,7 @@ class Template:
         reason = (
             "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
         )
-        return Answer(
-            parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens
-        )
+        return msgspec.structs.replace(parsed, finish_reason=reason)
 
     def message(self, request: TurnRequest, completion: Completion) -> ChatMessage:
         """Return the answer as a message of the conversation."""

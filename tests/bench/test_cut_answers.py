@@ -8,7 +8,7 @@ from fake_server import FakeServer, Script, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from annie_quant import bench, judge
+from annie_quant import bench
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.reference_answers import correct_finish_reason, judge_record
 from annie_quant.documents import RequestRecord
@@ -33,9 +33,9 @@ def judged(case, text, finish_reason, error=None, tool_calls=(), tokens=9):
     record.answer.text, record.answer.error = text, error
     record.answer.finish_reason, record.answer.status = finish_reason, 200
     record.answer.tool_calls = list(tool_calls)
-    record.tokens.completion_tokens = tokens
-    correct_finish_reason(record, WORKLOAD.max_tokens)
-    judge_record(record, judge.from_record(record), case, WORKLOAD)
+    record.answer.completion_tokens = tokens
+    correct_finish_reason(record.answer, WORKLOAD.max_tokens)
+    judge_record(record, case, WORKLOAD)
     return record
 
 

@@ -56,7 +56,7 @@ def test_a_against_a_on_a_real_server(tmp_path):
         # No token can arrive before the server has read the prompt; on a busy machine a stamp may be earlier.
         early += impossible(row) or row.timings.first_token_ms < 0.9 * timings["prompt_ms"]
         assert (
-            row.tokens.completion_tokens
+            row.answer.completion_tokens
             == timings["predicted_n"]
             == row.tokens.usage["completion_tokens"]
         )

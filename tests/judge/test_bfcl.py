@@ -10,8 +10,8 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.core.errors import AnnieError
+from annie_quant.documents import Answer
 from annie_quant.judge import bfcl
-from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import selection_fault, values_fault
 from annie_quant.judge.gates import faults
 

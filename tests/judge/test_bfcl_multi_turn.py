@@ -8,8 +8,8 @@ import json
 import pytest
 
 from annie_quant.core.errors import EnvironmentFault
+from annie_quant.documents import Answer
 from annie_quant.judge import bfcl
-from annie_quant.judge.answers import Answer
 from annie_quant.judge.bfcl import DOCUMENTS, MISSING_FUNCTION, parsed_call
 from annie_quant.judge.gates import faults
 from annie_quant.judge.library import build_workload

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from annie_quant import judge
-from annie_quant.judge.answers import Answer, constant_answer
+from annie_quant.documents import Answer
+from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.gates import GATES, Threshold, decide, n_to_decide, tabulate
 from annie_quant.judge.library import build_workload
 

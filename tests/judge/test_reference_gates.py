@@ -7,10 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from annie_quant import judge
-from annie_quant.documents import PairedGate
-from annie_quant.judge.answers import Answer
+from annie_quant.documents import Answer, PairedGate
 from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, Judged, checks
@@ -80,26 +80,26 @@ def test_an_answer_passes_against_itself_and_nothing_applies_without_a_reference
         ),
         (call(room="attic"), call(room="hall"), {"same_arguments"}),
         (call(level=3), call(room="hall"), {"same_arguments", "same_validity"}),
-        (replace(WORDS, text="- **light**\n- hall"), WORDS, {"same_markdown"}),
-        (WORDS, replace(WORDS, text="- **one** light\n- two words"), {"same_markdown"}),
+        (structs.replace(WORDS, text="- **light**\n- hall"), WORDS, {"same_markdown"}),
+        (WORDS, structs.replace(WORDS, text="- **one** light\n- two words"), {"same_markdown"}),
         (
-            replace(WORDS, text="This sentence answers everything that was asked."),
+            structs.replace(WORDS, text="This sentence answers everything that was asked."),
             WORDS,
             {"same_text"},
         ),
-        (replace(WORDS, text="<think>hm</think> " + WORDS.text), WORDS, {"same_thinking"}),
+        (structs.replace(WORDS, text="<think>hm</think> " + WORDS.text), WORDS, {"same_thinking"}),
         (
-            replace(WORDS, text="Das Licht ist an und es ist nicht zu warm, ich mag das."),
+            structs.replace(WORDS, text="Das Licht ist an und es ist nicht zu warm, ich mag das."),
             WORDS,
             {"same_language"},
         ),
-        (replace(WORDS, finish_reason="length"), WORDS, {"same_stop"}),
-        (replace(WORDS, text="on " * 30), WORDS, {"same_text"}),
-        (replace(WORDS, text=" "), WORDS, {"same_text"}),
-        (replace(WORDS, completion_tokens=60), WORDS, {"same_length"}),
+        (structs.replace(WORDS, finish_reason="length"), WORDS, {"same_stop"}),
+        (structs.replace(WORDS, text="on " * 30), WORDS, {"same_text"}),
+        (structs.replace(WORDS, text=" "), WORDS, {"same_text"}),
+        (structs.replace(WORDS, completion_tokens=60), WORDS, {"same_length"}),
         (
-            replace(WORDS, completion_tokens=3),
-            replace(WORDS, completion_tokens=90),
+            structs.replace(WORDS, completion_tokens=3),
+            structs.replace(WORDS, completion_tokens=90),
             {"same_length"},
         ),
     ],
@@ -127,16 +127,22 @@ def test_true_is_not_one_and_a_list_has_an_order():
 
 def test_parallel_calls_are_compared_in_any_order():
     one, two = call(room="a").tool_calls[0], call(room="b").tool_calls[0]
-    both, swapped = replace(call(), tool_calls=[one, two]), replace(call(), tool_calls=[two, one])
+    both, swapped = (
+        structs.replace(call(), tool_calls=[one, two]),
+        structs.replace(call(), tool_calls=[two, one]),
+    )
     assert failing(both, swapped) == set()
-    assert failing(replace(both, tool_calls=[one]), both) >= {"same_tool", "same_arguments"}
-    assert failing(replace(both, tool_calls=[one, one]), both) == {"same_arguments", "same_several"}
+    assert failing(structs.replace(both, tool_calls=[one]), both) >= {"same_tool", "same_arguments"}
+    assert failing(structs.replace(both, tool_calls=[one, one]), both) == {
+        "same_arguments",
+        "same_several",
+    }
 
 
 def test_what_bf16_itself_does_is_not_held_against_the_quantized_model():
-    leaking = replace(WORDS, text="<think>hm</think> " + WORDS.text)
-    cut, invalid = replace(WORDS, finish_reason="length"), call(level=3)
-    for same in (leaking, cut, invalid, replace(WORDS, text="on " * 30)):
+    leaking = structs.replace(WORDS, text="<think>hm</think> " + WORDS.text)
+    cut, invalid = structs.replace(WORDS, finish_reason="length"), call(level=3)
+    for same in (leaking, cut, invalid, structs.replace(WORDS, text="on " * 30)):
         assert failing(same, same) == set()
 
 
@@ -266,7 +272,7 @@ def test_the_pair_of_a_reference_gate_is_bf16s_pass_and_the_checkpoints():
 def test_reference_gates_are_not_in_the_pooled_verdict():
     """Four changed answers of 200 in each gate keep; together they would be a loss of 2 points that no answer could win back."""
     references = [WORDS] * 200
-    after = [replace(WORDS, text="- **a**\n- b") if i < 4 else WORDS for i in range(200)]
+    after = [structs.replace(WORDS, text="- **a**\n- b") if i < 4 else WORDS for i in range(200)]
     verdict, gates, pooled = paired(after, references)
     assert pooled is None and gates["same_markdown"].lost == 4 and verdict.verdict == "keeps"
     ruled = replace(WORKLOAD, gates=("no_markdown", "same_tool"))

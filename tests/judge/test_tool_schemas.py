@@ -9,10 +9,12 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from annie_quant.core.json_schema import mismatch, schema_fault
 from annie_quant.data.rows import form_faults
-from annie_quant.judge.answers import Answer, parse_raw
+from annie_quant.documents import Answer
+from annie_quant.judge.answers import parse_raw
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 
@@ -146,11 +148,11 @@ def test_true_is_not_the_argument_1():
         case = replace(workload.cases[0], expect={"tool": "f", "arguments": {"level": expected}})
         fault = GATES["tool_arguments"].check(call({"level": value}), case, workload, None)
         assert (fault == "") is passes
-    both = replace(
+    both = structs.replace(
         call({}), tool_calls=[*call({"level": 1}).tool_calls, *call({"level": True}).tool_calls]
     )
     assert GATES["tool_call"].check(both, workload.cases[0], workload, None) == ""
-    twice = replace(
+    twice = structs.replace(
         both, tool_calls=[*call({"level": 1}).tool_calls, *call({"level": 1.0}).tool_calls]
     )
     assert "twice" in GATES["tool_call"].check(twice, workload.cases[0], workload, None)

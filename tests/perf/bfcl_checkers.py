@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from annie_quant.documents import Answer
 from annie_quant.judge import bfcl
-from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import values_fault
 
 Calls = list[tuple[str, dict[str, Any]]]

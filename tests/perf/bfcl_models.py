@@ -24,8 +24,8 @@ from bfcl_checkers import leaderboard
 from scipy.stats import binomtest
 
 from annie_quant.data.rows import read_conversations
+from annie_quant.documents import Answer
 from annie_quant.judge import bfcl
-from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import faults
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.offline.decoding import generate

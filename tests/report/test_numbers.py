@@ -179,7 +179,7 @@ def test_the_shown_answers_are_those_of_the_records(run):
             assert "".join(piece for piece, _ in shown.pieces).startswith(
                 visible(record["text"][:800])
             )
-            assert shown.record.tokens.completion_tokens == record["completion_tokens"]
+            assert shown.record.answer.completion_tokens == record["completion_tokens"]
             assert shown.record.timings.first_content_ms == record["first_content_ms"]
             assert len(shown.faults) == sum(not ok for ok in record["checks"].values())
             if shown.same_as:

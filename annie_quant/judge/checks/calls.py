@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import decode_json
-from annie_quant.documents import ToolCall
-from annie_quant.judge.answers import Answer, Tools, raw_view
+from annie_quant.documents import Answer, ToolCall
+from annie_quant.judge.answers import Tools, raw_view
 from annie_quant.judge.checks.statements import contains, fold
 
 if TYPE_CHECKING:

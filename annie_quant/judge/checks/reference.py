@@ -23,7 +23,7 @@ from annie_quant.judge.checks.calls import (
 from annie_quant.judge.checks.text import markdown_in, repetition, stop, thinking_leak
 
 if TYPE_CHECKING:
-    from annie_quant.judge.answers import Answer
+    from annie_quant.documents import Answer
     from annie_quant.judge.workloads import Case, Workload
 
 LENGTH_RATIO = 2.0
@@ -175,10 +175,10 @@ def same_length(
     answer: Answer, case: Case, workload: Workload, reference: Answer | None
 ) -> str | None:
     """At most twice as long as the bf16 answer and at least half as long, by tokens, give or take 16 of them."""
-    if reference is None or not reference.completion_tokens or not answer.completion_tokens:
+    n = answer.counted_tokens
+    expected = reference.counted_tokens if reference is not None else None
+    if not n or not expected:
         return None
-    n = answer.completion_tokens
-    expected = reference.completion_tokens
     low = expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS
     high = expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS
     return "" if low <= n <= high else f"{n} tokens, bf16's has {expected}"

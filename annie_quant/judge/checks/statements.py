@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from annie_quant.judge.answers import Answer
+    from annie_quant.documents import Answer
     from annie_quant.judge.workloads import Case, Workload
 
 _UNIT_WORDS = (

@@ -13,7 +13,7 @@ from annie_quant.documents import incomplete
 from annie_quant.judge.checks.statements import fold
 
 if TYPE_CHECKING:
-    from annie_quant.judge.answers import Answer
+    from annie_quant.documents import Answer
     from annie_quant.judge.workloads import Case, Workload
 
 if TYPE_CHECKING:

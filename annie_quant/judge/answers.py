@@ -179,7 +179,7 @@ def constant_answer(own: Sequence[Answer], other: Sequence[Answer]) -> str:
     return f"one answer to {n} of {len(texts)} prompts ({' '.join(text).strip()[:60]!r})"
 
 
-def _content(answer: Answer | RecordedAnswer) -> tuple[str, ...]:
+def _content(answer: Answer) -> tuple[str, ...]:
     return answer.text, *(str(call["arguments"]) for call in answer.tool_calls)
 
 

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal
 
-TEXT_PREFIX, MULTIMODAL_PREFIX = "model.", "model.language_model."
+TEXT_PREFIX = "model."
+MULTIMODAL_PREFIX = "model.language_model."
 # Every prefix in use before "layers.0." or "embed_tokens", the longest one first.
 _PREFIXES = (MULTIMODAL_PREFIX, "language_model.model.", "language_model.", TEXT_PREFIX)
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.(.+)")
@@ -118,7 +119,8 @@ class Experts:
         match = _LAYER.fullmatch(name)
         if match is None or not match[2].startswith(f"{self.module}."):
             return None
-        layer, rest = match[1], match[2]
+        layer = match[1]
+        rest = match[2]
         number, _, linear = rest[len(self.module) + 1 :].partition(".")
         linear = linear.partition(".")[0]
         valid = (
@@ -131,7 +133,8 @@ class Experts:
 
         "model.layers.3.mlp.experts.gate_up_proj" → ("model.layers.3", "gate_up_proj").
         """
-        layer, rest = layer_of(name), in_layer(name).removesuffix(".weight")
+        layer = layer_of(name)
+        rest = in_layer(name).removesuffix(".weight")
         part = rest.removeprefix(f"{self.module}.")
         return (layer, part) if rest != part and part in self.merged else None
 
@@ -142,7 +145,8 @@ class Experts:
 
     def active_share(self, config: Mapping[str, object]) -> float:
         """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not have it."""
-        active, count = config.get(self.active), config.get(self.count)
+        active = config.get(self.active)
+        count = config.get(self.count)
         valid = isinstance(active, int) and isinstance(count, int) and 0 < active <= count
         return active / count if valid else 1.0  # type: ignore[operator]
 
@@ -348,7 +352,8 @@ class Family:
         tops: dict[tuple[str, tuple[str, ...]], float] = {}
         keys = {}
         for name in largest:
-            if expert := self.experts.split(name):
+            expert = self.experts.split(name)
+            if expert:
                 keys[name] = (expert[0], next(i for i in self.experts.inputs if expert[2] in i))
                 tops[keys[name]] = max(tops.get(keys[name], 0.0), largest[name])
         return largest | {name: tops[key] for name, key in keys.items()}

@@ -196,11 +196,16 @@ def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.layout.GgufSettings. Those of a mixture are None for a
         dense model. One expert's linears have the names of the experts' module and the linear.
     """
-    hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
-    width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim
+    hidden = s.hidden_size
+    heads = s.num_attention_heads
+    kv = s.num_key_value_heads
+    width = s.attention_head_dim
+    values = s.linear_num_value_heads * s.linear_value_head_dim
     mixed = 2 * s.linear_num_key_heads * s.linear_key_head_dim + values
-    mlp, shared = s.intermediate_size, s.shared_expert_intermediate_size
-    attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
+    mlp = s.intermediate_size
+    shared = s.shared_expert_intermediate_size
+    attention = "heads, head_dim and hidden_size"
+    deltanet = "the linear_* fields and hidden_size"
     rows: list[tuple[str, tuple[int | None, ...], list[str]]] = [
         (
             "vocab_size and hidden_size",
@@ -239,10 +244,8 @@ def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
         ),
     ]
     if s.num_experts is not None:
-        fields, expert = (
-            "num_experts, moe_intermediate_size and hidden_size",
-            s.moe_intermediate_size,
-        )
+        fields = "num_experts, moe_intermediate_size and hidden_size"
+        expert = s.moe_intermediate_size
         of_shared = "shared_expert_intermediate_size and hidden_size"
         rows += [
             ("num_experts and hidden_size", (s.num_experts, hidden), ["mlp.gate.weight"]),

@@ -7,7 +7,8 @@ parts: `layers.0` matches model.layers.0.* and not layers.01 or layers.10; `line
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from annie_quant.checkpoint import dialects
@@ -34,6 +35,18 @@ def names_module(pattern: str, module: str) -> bool:
     return f".{pattern}." in f".{module}."
 
 
+def similar_names(pattern: str, modules: Sequence[str]) -> str:
+    """Return a hint: one or two dotted parts of names that are close to a pattern, or a full name."""
+    parts: set[str] = set()
+    for module in modules:
+        words = module.split(".")
+        parts |= {*words, *map(".".join, itertools.pairwise(words))}
+    close = difflib.get_close_matches(pattern.strip("*."), sorted(parts), n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"a full name is {modules[0]!r}" if modules else ""
+
+
 def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
     """Return the modules that the patterns name. Raises UsageError for a pattern that names none."""
     modules = list(modules)
@@ -41,20 +54,9 @@ def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
     for pattern in patterns:
         matched = {m for m in modules if names_module(pattern, m)}
         if not matched:
-            parts = {
-                ".".join(m.split(".")[i:j])
-                for m in modules
-                for i in range(len(m.split(".")))
-                for j in (i + 1, i + 2)
-            }
-            close = difflib.get_close_matches(pattern.strip("*."), sorted(parts), n=3, cutoff=0.5)
             raise UsageError(
                 f"--exclude-layers: {pattern!r} matches none of the model's {len(modules)} linear layers",
-                f"did you mean {' or '.join(close)}?"
-                if close
-                else f"a full name is {modules[0]!r}"
-                if modules
-                else "",
+                similar_names(pattern, modules),
             )
         chosen |= matched
     return chosen
@@ -84,7 +86,8 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
         chosen.append(module)
     uneven = [module for module in chosen if folder.info(f"{module}.weight").shape[1] % GROUP]
     if uneven:
-        info, names = folder.info(f"{uneven[0]}.weight"), dict.fromkeys(map(in_layer, uneven))
+        info = folder.info(f"{uneven[0]}.weight")
+        names = dict.fromkeys(map(in_layer, uneven))
         raise CheckpointError(
             f"{info.name}: rows of {info.shape[1]}, expected a multiple of {GROUP}",
             f"add --exclude-layers {','.join(names)}",
@@ -118,8 +121,9 @@ def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, flo
     """Return linear → number of weights, for an expert's linear times the share of experts that a token passes."""
     experts = folder.family.experts
     share = experts.active_share(folder.text_config) if experts else 1.0
-    return {
-        n: folder.info(weight_name(folder, n)).elements
-        * (share if experts and experts.split(n) else 1.0)
-        for n in linears
-    }
+    counts: dict[str, float] = {}
+    for name in linears:
+        is_expert = experts is not None and experts.split(name) is not None
+        elements = folder.info(weight_name(folder, name)).elements
+        counts[name] = elements * (share if is_expert else 1.0)
+    return counts

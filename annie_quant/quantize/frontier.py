@@ -19,9 +19,8 @@ from annie_quant.documents import Device, FormatPlan, FrontierPoint
 
 TIE = 1e-9  # sums that differ by less of the limit are equal
 FRONTIER_PICTURE = "frontier.svg"
-MOST_POINTS = (
-    1 << 17
-)  # a front with more keeps the cheapest point of each of as many equal ranges of sizes
+# A front with more points keeps the cheapest one of each of as many equal ranges of sizes.
+MAX_POINTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,16 @@ class Limits:
     of_decoder: bool = False
 
     def __str__(self) -> str:
-        given = [("gb", self.max_gb), ("loss", self.max_loss)]
-        speed = [f"--min-tps {self.min_tps:g}"] if self.min_tps else []
-        speed += [f"{self.max_bits:.4g} bits per weight"] if self.max_bits < math.inf else []
-        return ", ".join(
-            [*speed, *(f"--max-{name} {value:g}" for name, value in given if value < math.inf)]
-        )
+        limits = []
+        if self.min_tps:
+            limits.append(f"--min-tps {self.min_tps:g}")
+        if self.max_bits < math.inf:
+            limits.append(f"{self.max_bits:.4g} bits per weight")
+        if self.max_gb < math.inf:
+            limits.append(f"--max-gb {self.max_gb:g}")
+        if self.max_loss < math.inf:
+            limits.append(f"--max-loss {self.max_loss:g}")
+        return ", ".join(limits)
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,13 @@ class Front:
 
     def within_size(self, limit: float) -> int | None:
         """Return the cheapest point of at most this size, or None."""
-        found = int(np.searchsorted(self.sizes, limit + TIE * abs(limit), side="right")) - 1
-        return found if found >= 0 else None
+        within = int(np.searchsorted(self.sizes, limit + TIE * abs(limit), side="right"))
+        return within - 1 if within else None
 
     def within_cost(self, limit: float) -> int | None:
         """Return the smallest point of at most this cost, or None."""
-        found = np.flatnonzero(self.costs <= limit + TIE * abs(limit))
-        return int(found[0]) if len(found) else None
+        within = np.flatnonzero(self.costs <= limit + TIE * abs(limit))
+        return int(within[0]) if len(within) else None
 
     def choices(self, point: int) -> list[int]:
         """Return the choice of every unit at a point."""
@@ -83,7 +86,9 @@ class Front:
 
 def front_of(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]]) -> Front:
     """Return the front of one choice per row. costs, sizes: of each row's choices."""
-    total_size, total_cost, steps = np.zeros(1), np.zeros(1), []
+    total_size = np.zeros(1)
+    total_cost = np.zeros(1)
+    steps = []
     for cost, size in zip(costs, sizes, strict=True):
         count = len(cost)
         all_sizes = (total_size[:, None] + np.asarray(size, float)).ravel()
@@ -91,10 +96,11 @@ def front_of(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]])
         order = np.lexsort((all_costs, all_sizes))
         cheapest = np.minimum.accumulate(all_costs[order])
         kept = order[np.concatenate(([True], cheapest[1:] < cheapest[:-1]))]
-        if len(kept) > MOST_POINTS:
-            ranges = np.floor(all_sizes[kept] / all_sizes[kept[-1]] * MOST_POINTS)
+        if len(kept) > MAX_POINTS:
+            ranges = np.floor(all_sizes[kept] / all_sizes[kept[-1]] * MAX_POINTS)
             kept = kept[np.concatenate((ranges[1:] > ranges[:-1], [True]))]
-        total_size, total_cost = all_sizes[kept], all_costs[kept]
+        total_size = all_sizes[kept]
+        total_cost = all_costs[kept]
         steps.append(((kept // count).astype(np.int32), (kept % count).astype(np.int8)))
     return Front(total_size, total_cost, steps)
 
@@ -113,26 +119,18 @@ def frontier_lines(plan: FormatPlan) -> list[str]:
     """Return the table, one line per point, and the reason."""
     rows = [("", "GB per token", "GB", "tok/s", "KL", "at decisions", "flips", "head", "formats")]
     for p in plan.points:
-        mark = "=>" if p.taken else "measured" if p.measured else ""
+        mark = "measured" if p.measured else ""
+        if p.taken:
+            mark = "=>"
+        size = (f"{p.read_bytes / 1e9:.4g}", f"{p.size_bytes / 1e9:.4g}", f"{p.tok_s:.1f}")
+        loss = (f"{p.kl:.2e}", f"{p.decisions:.2e}", f"{p.flips:.2%}")
         formats = ", ".join(f"{share:.0%} {name}" for name, share in p.formats.items())
-        rows.append(
-            (
-                mark,
-                f"{p.read_bytes / 1e9:.4g}",
-                f"{p.size_bytes / 1e9:.4g}",
-                f"{p.tok_s:.1f}",
-                f"{p.kl:.2e}",
-                f"{p.decisions:.2e}",
-                f"{p.flips:.2%}",
-                p.head,
-                formats,
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join((*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[-1]))
-        for row in rows
-    ]
+        rows.append((mark, *size, *loss, p.head, formats))
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    lines = []
+    for *cells, formats in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join((*aligned, formats)))
     return [f"frontier, tok/s on {plan.device}:", *lines, plan.reason]
 
 
@@ -155,11 +153,8 @@ def draw_frontier(plan: FormatPlan, path: Path) -> None:
     both([p for p in plan.points if p.measured], "s", "measured as a whole")
     both([p for p in plan.points if p.taken], "k*", "taken")
     speeds = upper.twiny()
-    speeds.set_xticks(
-        [p.read_bytes / 1e9 for p in predicted],
-        [f"{p.tok_s:.0f}" for p in predicted],
-        fontsize="small",
-    )
+    at = [p.read_bytes / 1e9 for p in predicted]
+    speeds.set_xticks(at, [f"{p.tok_s:.0f}" for p in predicted], fontsize="small")
     speeds.set_xlabel(f"tok/s on {plan.device} (predicted)")
     upper.set_ylabel("KL + KL at decisions, nats")
     lower.set(xlabel="GB of weights per token", ylabel="flips at decisions, %")
@@ -167,7 +162,6 @@ def draw_frontier(plan: FormatPlan, path: Path) -> None:
     upper.legend(fontsize="small")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "annie_quant"}
-    ):  # the same seed gives the same bytes
+    # The same seed gives the same bytes.
+    with matplotlib.rc_context({"svg.hashsalt": "annie_quant"}):
         figure.savefig(path, metadata={"Date": None})

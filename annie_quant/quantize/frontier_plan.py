@@ -30,15 +30,15 @@ from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import active_weights, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.held_out import FormatTrials
-from annie_quant.quantize.kl_trial import answers_to_score
+from annie_quant.quantize.kl_trial import answers_to_score, loss_of
 from annie_quant.quantize.mixed_formats import Group, groups_of
 from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
 from annie_quant.quantize.rounding import round_head
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 FORMATS = (NVFP4, W4A16, FP8_CHANNEL, BF16)
-ROUNDS = 6  # solutions that are evaluated at most
-POINTS = 12  # of the frontier, in the table
+MAX_SOLUTIONS = 6  # that are evaluated
+TABLE_POINTS = 12  # of the frontier
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
 
 
@@ -51,7 +51,7 @@ class Solution:
 
     @property
     def loss(self) -> float:
-        return float(self.whole[:, :2].sum())
+        return loss_of(self.whole)
 
 
 @dataclass
@@ -77,15 +77,14 @@ class FormatPlanner:
 
     def line(self, axis: str) -> float:
         """Return the bytes that an axis may have."""
+        limits = self.limits
         if axis == "size":
-            return self.limits.max_gb * 1e9
-        speed, bits = self.limits.min_tps, self.limits.max_bits
-        by_speed = (
-            decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
-        )
-        by_bits = (
-            math.inf if math.isinf(bits) else self.base[axis] + bits / 8 * self.counted - self.fixed
-        )
+            return limits.max_gb * 1e9
+        by_speed = by_bits = math.inf
+        if limits.min_tps:
+            by_speed = decode_speed.largest_bytes(self.read, limits.device, limits.min_tps)
+        if limits.max_bits < math.inf:
+            by_bits = self.base[axis] + limits.max_bits / 8 * self.counted - self.fixed
         return min(by_speed, by_bits)
 
     def chosen(self, choices: Sequence[int]) -> list[tuple[str, Group, int]]:
@@ -95,66 +94,62 @@ class FormatPlanner:
         return self.base[axis] + sum(getattr(g, axis)[i] for _, g, i in self.chosen(choices))
 
     def tok_s(self, choices: Sequence[int]) -> float:
-        return decode_speed.tok_s(
-            replace(self.read, weights=self.bytes_of(choices, "read")), self.limits.device
-        )
+        read = replace(self.read, weights=self.bytes_of(choices, "read"))
+        return decode_speed.tok_s(read, self.limits.device)
 
     def fits(self, choices: Sequence[int]) -> bool:
         return all(self.bytes_of(choices, axis) <= self.line(axis) for axis in self.base)
 
     def check_limits(self) -> None:
         """Raise UsageError where no choice has so few bytes, or where the unchanged model has."""
-        limits, name = self.limits, self.limits.device.name
-        least = {
-            axis: [int(np.argmin(getattr(g, axis))) for g in self.groups.values()]
-            for axis in self.base
-        }
-        size, speed = self.bytes_of(least["size"], "size") / 1e9, self.tok_s(least["read"])
+        limits = self.limits
+        device = limits.device.name
+        groups = self.groups.values()
+        smallest = [int(np.argmin(group.size)) for group in groups]
+        size = self.bytes_of(smallest, "size") / 1e9
         if limits.max_gb < size:
             raise UsageError(
                 f"--max-gb {limits.max_gb:g}: the smallest possible is {size:.4g} GB, {size - limits.max_gb:.3g} GB more",
                 f"--max-gb {size * 1.001:.4g}, or exclude less",
             )
+        fastest = [int(np.argmin(group.read)) for group in groups]
+        speed = self.tok_s(fastest)
         if limits.min_tps > speed:
             raise UsageError(
-                f"--min-tps {limits.min_tps:g}: the smallest possible decodes at {speed:.4g} tok/s on {name}, "
+                f"--min-tps {limits.min_tps:g}: the smallest possible decodes at {speed:.4g} tok/s on {device}, "
                 f"{limits.min_tps - speed:.3g} fewer",
                 f"--min-tps {speed * 0.999:.4g}, or exclude less",
             )
-        if not math.isinf(limits.max_bits):
-            least_bits = (
-                8
-                * (self.bytes_of(least["read"], "read") - self.base["read"] + self.fixed)
-                / self.counted
-            )
+        if limits.max_bits < math.inf:
+            least_bytes = self.bytes_of(fastest, "read") - self.base["read"] + self.fixed
+            least_bits = 8 * least_bytes / self.counted
             if limits.max_bits < least_bits:
                 raise UsageError(
                     f"bits={limits.max_bits:g}: excluded linears stay at 16 bits, so less than {least_bits:.2f} cannot be reached",
                     f"--set bits={least_bits + 0.05:.2f}, or exclude less",
                 )
-        plain = [len(g.formats) - 1 for g in self.groups.values()]
-        if math.isinf(limits.max_loss) and self.fits(plain):
-            size, speed = self.bytes_of(plain, "size") / 1e9, self.tok_s(plain)
+        unchanged = [group.unquantized for group in groups]
+        if math.isinf(limits.max_loss) and self.fits(unchanged):
+            size = self.bytes_of(unchanged, "size") / 1e9
+            speed = self.tok_s(unchanged)
+            smaller = "a smaller --max-gb or a larger --min-tps"
             raise UsageError(
-                f"the unchanged model is within the limits: {size:.4g} GB, {speed:.4g} tok/s on {name}",
-                "a smaller --max-gb or a larger --min-tps"
-                if math.isinf(limits.max_bits)
-                else "fewer bits",
+                f"the unchanged model is within the limits: {size:.4g} GB, {speed:.4g} tok/s on {device}",
+                smaller if math.isinf(limits.max_bits) else "fewer bits",
             )
 
     def measure(self, trials: FormatTrials, progress: Progress) -> None:
         """Measure every group in every format."""
-        count, done = sum(len(g.formats) - 1 for g in self.groups.values()), 0
+        count = sum(group.unquantized for group in self.groups.values())
+        done = 0
         for unit, group in self.groups.items():
             self.costs[unit] = {BF16: np.zeros_like(trials.figures_of({}))}
-            for kind in group.formats[:-1]:
-                self.costs[unit][kind] = trials.measure(dict.fromkeys(group.members, kind))
-                done, loss = done + 1, float(self.costs[unit][kind][:, :2].sum())
-                progress.update(
-                    done,
-                    count,
-                    f"measuring formats: {done} of {count}, {unit} in {kind}: {loss:.2g} nats",
-                )
+            for kind in group.formats[: group.unquantized]:
+                cost = trials.measure(dict.fromkeys(group.members, kind))
+                self.costs[unit][kind] = cost
+                done += 1
+                line = f"{done} of {count}, {unit} in {kind}: {loss_of(cost):.2g} nats"
+                progress.update(done, count, f"measuring formats: {line}")
 
     def cost(self, unit: str, kind: Format) -> np.ndarray:
         """Return a group's figures, scaled where it is not the head: that is one group, measured as it is."""
@@ -165,142 +160,156 @@ class FormatPlanner:
         return np.sum([self.costs[u][g.formats[i]] for u, g, i in self.chosen(choices)], axis=0)
 
     def front(self, axis: str) -> Front:
-        losses = [
-            [max(0.0, float(self.cost(u, f)[:, :2].sum())) for f in g.formats]
-            for u, g in self.groups.items()
-        ]
-        return front_of(losses, [getattr(g, axis) for g in self.groups.values()])
+        losses = []
+        for unit, group in self.groups.items():
+            losses.append([max(0.0, loss_of(self.cost(unit, kind))) for kind in group.formats])
+        return front_of(losses, [getattr(group, axis) for group in self.groups.values()])
 
     def solve(self, allowed: float) -> tuple[int, ...]:
         """Return the choice within the limits with the least loss, or with a finite `allowed` loss that with the fewest bytes."""
-        losses = list[str]()
-        for axis in sorted(
-            self.base, key=lambda axis: (math.isinf(self.line(axis)), axis)
-        ):  # a limited one first
+        least_loss = ""
+        limited_first = sorted(self.base, key=lambda axis: (math.isinf(self.line(axis)), axis))
+        for axis in limited_first:
             front = self.front(axis)
-            within = front.within_size(self.line(axis) - self.base[axis])
-            losses += (
-                []
-                if within is None
-                else [f"; the least loss within that of bytes is {front.costs[within]:.3g} nats"]
-            )
-            point = within if math.isinf(allowed) else front.within_cost(allowed)
-            if point is not None and self.fits(choices := front.choices(point)):
+            point = front.within_size(self.line(axis) - self.base[axis])
+            if point is not None and not least_loss:
+                loss = front.costs[point]
+                least_loss = f"; the least loss within that of bytes is {loss:.3g} nats"
+            if math.isfinite(allowed):
+                point = front.within_cost(allowed)
+            if point is None:
+                continue
+            choices = front.choices(point)
+            if self.fits(choices):
                 return tuple(choices)
         raise UsageError(
-            f"nothing satisfies the limits together{''.join(losses[:1])}",
-            "allow more bytes or more loss",
+            f"nothing satisfies the limits together{least_loss}", "allow more bytes or more loss"
         )
 
     def formats(self, choices: Sequence[int]) -> dict[str, Format]:
         """Return linear → format, without those in 16 bits."""
-        return {
-            n: g.formats[i]
-            for _, g, i in self.chosen(choices)
-            if g.formats[i] != BF16
-            for n in g.members
-        }
+        formats: dict[str, Format] = {}
+        for _, group, i in self.chosen(choices):
+            if i != group.unquantized:
+                formats |= dict.fromkeys(group.members, group.formats[i])
+        return formats
 
     def search(self, trials: FormatTrials, progress: Progress) -> tuple[Solution, list[Solution]]:
         """Return the solution that is taken, and all that were evaluated."""
         evaluated: dict[tuple[int, ...], Solution] = {}
-        most = allowed = self.limits.max_loss
-        for _ in range(ROUNDS):
-            if (choices := self.solve(allowed)) in evaluated:
+        max_loss = allowed = self.limits.max_loss
+        for _ in range(MAX_SOLUTIONS):
+            choices = self.solve(allowed)
+            if choices in evaluated:
                 break
-            solution = evaluated[choices] = Solution(choices, trials.measure(self.formats(choices)))
-            excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
-            more, noise = held_out.sum_and_standard_error(excess.tolist())
-            expected = solution.loss - more
+            solution = Solution(choices, trials.measure(self.formats(choices)))
+            evaluated[choices] = solution
+            excesses = (solution.whole - self.expected(choices))[:, :2].sum(1)
+            excess, noise = held_out.sum_and_standard_error(excesses.tolist())
             progress.message(
-                f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}"
+                f"formats together: {solution.loss:.3g} nats, {solution.loss - excess:.3g} expected, noise {noise:.2g}"
             )
-            if more <= noise and solution.loss <= most:
+            if excess <= noise and solution.loss <= max_loss:
                 break
-            if solution.loss > most:
-                allowed *= 0.98 * most / solution.loss
-            if more > noise:
-                self.rescale(trials, choices, solution)
-        usual = tuple(len(g.formats) - 1 if u == HEAD else 0 for u, g in self.groups.items())
+            if solution.loss > max_loss:
+                allowed *= 0.98 * max_loss / solution.loss
+            if excess > noise:
+                self.rescale(trials, solution)
+        usual = tuple(g.unquantized if unit == HEAD else 0 for unit, g in self.groups.items())
         if self.fits(usual) and usual not in evaluated:
             evaluated[usual] = Solution(usual, trials.measure(self.formats(usual)))
-        quantized = [s for s in evaluated.values() if self.formats(s.choices)]
-        satisfying = [s for s in quantized if s.loss <= most]
+        return self.best_of(list(evaluated.values())), list(evaluated.values())
+
+    def best_of(self, evaluated: Sequence[Solution]) -> Solution:
+        """Return the solution that is taken. Raises UsageError where none has a loss within the limit."""
+        max_loss = self.limits.max_loss
+        quantized = [s for s in evaluated if self.formats(s.choices)]
+        satisfying = [s for s in quantized if s.loss <= max_loss]
         if not satisfying:
-            single = [float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != BF16]
-            least = min([s.loss for s in quantized] or [max(0.0, min(single))])
+            losses = [s.loss for s in quantized]
+            if not losses:
+                for costs in self.costs.values():
+                    losses += [loss_of(cost) for kind, cost in costs.items() if kind != BF16]
+            least = max(0.0, min(losses))
             raise UsageError(
-                f"--max-loss {most:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
+                f"--max-loss {max_loss:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
                 f"--max-loss {least * 1.01:.2g}",
             )
-        read = {id(s): self.bytes_of(s.choices, "read") for s in satisfying}
-        limited = not math.isinf(most)
-        taken = min(
-            satisfying, key=lambda s: (read[id(s)], s.loss) if limited else (s.loss, read[id(s)])
-        )
-        return taken, list(evaluated.values())
 
-    def rescale(self, trials: FormatTrials, choices: Sequence[int], solution: Solution) -> None:
+        def order(solution: Solution) -> tuple[float, float]:
+            read = self.bytes_of(solution.choices, "read")
+            return (solution.loss, read) if math.isinf(max_loss) else (read, solution.loss)
+
+        return min(satisfying, key=order)
+
+    def rescale(self, trials: FormatTrials, solution: Solution) -> None:
         """Set the ratios by a whole that is worse than the sum of its groups: one for FP8, one for both 4-bit formats."""
+        choices = solution.choices
+        in_four_bits = []
+        head_alone = []
+        for unit, group, i in self.chosen(choices):
+            is_head = unit == HEAD
+            in_four_bits.append(
+                i if is_head or group.formats[i].in_four_bits else group.unquantized
+            )
+            head_alone.append(i if is_head else group.unquantized)
+        measured = trials.measure(self.formats(in_four_bits))
+        expected = self.expected(in_four_bits)
+        head = self.expected(head_alone)
+        self.set_ratio((FP8_CHANNEL,), solution.whole - measured, self.expected(choices) - expected)
+        self.set_ratio((NVFP4, W4A16), measured - head, expected - head)
 
-        def only(kinds: Sequence[Format]) -> list[int]:
-            return [
-                i if u == HEAD or g.formats[i] in kinds else len(g.formats) - 1
-                for u, g, i in self.chosen(choices)
-            ]
-
-        four, head = only((NVFP4, W4A16)), self.expected(only(()))
-        measured = trials.measure(self.formats(four))
-        for kinds, whole, parts in (
-            (
-                (FP8_CHANNEL,),
-                solution.whole - measured,
-                self.expected(choices) - self.expected(four),
-            ),
-            ((NVFP4, W4A16), measured - head, self.expected(four) - head),
-        ):
-            if (total := float(parts[:, :2].sum())) > 0:
-                self.ratios |= dict.fromkeys(kinds, max(0.1, float(whole[:, :2].sum()) / total))
+    def set_ratio(self, kinds: Sequence[Format], whole: np.ndarray, parts: np.ndarray) -> None:
+        total = loss_of(parts)
+        if total > 0:
+            self.ratios |= dict.fromkeys(kinds, max(0.1, loss_of(whole) / total))
 
     def point(
         self, choices: Sequence[int], whole: np.ndarray | None = None, taken: bool = False
     ) -> FrontierPoint:
-        chosen = self.chosen(choices)
-        single = [self.cost(u, g.formats[i]).sum(0) for u, g, i in chosen]
-        kl, decisions, flips = (
-            max(0.0, float(x)) for x in (np.sum(single, 0) if whole is None else whole.sum(0))
-        )
-        if whole is None:  # a token flips by one group or by another
+        """Return a line of the table. whole: figures of the choice where it was measured."""
+        single = []
+        weights: dict[Format, float] = dict.fromkeys(FORMATS, 0.0)
+        for unit, group, i in self.chosen(choices):
+            single.append(self.cost(unit, group.formats[i]).sum(0))
+            weights[group.formats[i]] += group.weights
+        if whole is None:
+            kl, decisions, _ = np.sum(single, 0)
+            # A token flips by one group or by another.
             flips = 1.0 - math.prod(1.0 - min(1.0, max(0.0, float(x[2]))) for x in single)
-        total = sum(g.weights for g in self.groups.values())
-        shares = {
-            f: sum(g.weights for _, g, i in chosen if g.formats[i] == f) / total for f in FORMATS
-        }
+        else:
+            kl, decisions, flips = whole.sum(0)
+        total = sum(weights.values())
         head = self.groups[HEAD].formats[choices[-1]] if HEAD in self.groups else BF16
         return FrontierPoint(
             read_bytes=self.bytes_of(choices, "read"),
             size_bytes=self.bytes_of(choices, "size"),
             head=head.name,
-            kl=kl,
+            kl=max(0.0, float(kl)),
             tok_s=self.tok_s(choices),
-            decisions=decisions,
-            flips=flips,
+            decisions=max(0.0, float(decisions)),
+            flips=max(0.0, float(flips)),
             measured=whole is not None,
             taken=taken,
-            formats={f.name: round(share, 4) for f, share in shares.items() if share},
+            formats={f.name: round(n / total, 4) for f, n in weights.items() if n},
         )
 
     def describe(self, taken: Solution, evaluated: Sequence[Solution]) -> FormatPlan:
-        front, limits = self.front("read"), self.limits
-        targets = np.linspace(front.sizes[0], front.sizes[-1], POINTS)
-        shown = dict.fromkeys(p for t in targets if (p := front.within_size(float(t))) is not None)
-        points = [self.point(front.choices(p)) for p in shown]
-        points += [self.point(s.choices, s.whole, s is taken) for s in evaluated]
-        best = (
-            "the least divergence" if math.isinf(limits.max_loss) else "the fewest bytes per token"
-        )
+        """Return the table of some of the frontier and of all solutions, and why one was taken."""
+        front = self.front("read")
+        limits = self.limits
+        points: dict[int, FrontierPoint] = {}
+        for target in np.linspace(front.sizes[0], front.sizes[-1], TABLE_POINTS):
+            point = front.within_size(float(target))
+            if point is not None and point not in points:
+                points[point] = self.point(front.choices(point))
+        measured = [self.point(s.choices, s.whole, s is taken) for s in evaluated]
+        rows = sorted([*points.values(), *measured], key=lambda p: p.read_bytes)
+        best = "the least divergence"
+        if math.isfinite(limits.max_loss):
+            best = "the fewest bytes per token"
         reason = f"=> {best} within {limits}: {taken.loss:.3g} nats measured"
-        return FormatPlan(limits.device.name, reason, sorted(points, key=lambda p: p.read_bytes))
+        return FormatPlan(limits.device.name, reason, rows)
 
 
 def planner_of(
@@ -309,7 +318,8 @@ def planner_of(
     """Return the planner of a model. Raises UsageError for limits that no choice satisfies, or the unchanged model does."""
     folder = ModelFolder(job.model)
     groups = groups_of(job, four_bit, head=math.isinf(limits.max_bits))
-    size, read = (sum(getattr(g, axis)[-1] for g in groups.values()) for axis in ("size", "read"))
+    size = sum(group.size[-1] for group in groups.values())
+    read = sum(group.read[-1] for group in groups.values())
     base = {
         "size": sum(folder.info(n).size_bytes for n in folder) - size,
         "read": bytes_per_token(folder) - read,

@@ -7,8 +7,9 @@ linears as a server would, runs the same answers, and restores the model.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -30,8 +31,8 @@ from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-MOST_TOKENS = 8192  # of answers, whose logits stay in memory
-LEAST_ANSWERS = 8  # that share a trial's tokens
+MAX_ANSWER_TOKENS = 8192  # of answers, whose logits stay in memory
+MIN_ANSWERS = 8  # that share a trial's tokens
 BROKEN = 1e6  # a figure that is not finite
 
 
@@ -56,20 +57,25 @@ def answers_to_score(
     tokens: of all answers, at most; every trial is a pass over them, and their logits stay in memory.
     positions: of these answers with their prompts, at most; a prefix that several share counts once, and the first prompt not at
         all, so that a long prompt does not leave one answer.
-    cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
+    cut: cut answers that are longer than a MIN_ANSWERS-th of `tokens`.
     """
-    answers, total, length = list[TrialAnswer](), 0, 0
+    answers: list[TrialAnswer] = []
+    tokens_left: float = tokens
+    positions_left = positions
     counted = DistinctPositions()
-    for sample in spread(samples):
-        answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
+    longest = max(1, tokens // MIN_ANSWERS) if cut else tokens
+    for sample in in_turn_by_category(samples):
+        answer = sample.answer[:longest] if cut else sample.answer
         row = (*sample.prompt, *answer)
         size = counted.new(row) if answers else len(answer)
-        if total + len(answer) > tokens or (answers and length + size > positions):
+        if len(answer) > tokens_left or (answers and size > positions_left):
             continue
-        total, length = total + len(answer), length + size
+        tokens_left -= len(answer)
+        positions_left -= size
         counted.add(row)
-        decides = torch.tensor((sample.decides or (False,) * len(answer))[: len(answer)])
-        answers.append(TrialAnswer(Row(sample.prompt, answer), decides, sample.row))
+        decides = sample.decides or (False,) * len(answer)
+        scored = Row(sample.prompt, answer)
+        answers.append(TrialAnswer(scored, torch.tensor(decides[: len(answer)]), sample.row))
     return answers
 
 
@@ -81,7 +87,8 @@ class Trial:
 
     def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
         device, dtype = device_and_dtype(folder)
-        self.folder, self.family = folder, folder.family
+        self.folder = folder
+        self.family = folder.family
         self.model: torch.nn.Module = load(folder.path, dtype=dtype, device=device)
         self.engine = Engine(self.model)
         self.rows = [a.row for a in answers]
@@ -106,17 +113,13 @@ class Trial:
         """
         tokens = sum(len(a.decides) for a in self.answers)
         decisions = max(1, sum(int(a.decides.sum()) for a in self.answers))
-        parts = {
-            conversation: np.zeros(3)
-            for conversation in sorted({a.conversation for a in self.answers})
-        }
+        conversations = sorted({a.conversation for a in self.answers})
+        parts = {conversation: np.zeros(3) for conversation in conversations}
         with torch.inference_mode(), self.rounded(plan, inputs):
             for i, logits in self.engine.scores(self.rows):
-                answer, p, q = (
-                    self.answers[i],
-                    self.reference[i].float(),
-                    torch.log_softmax(logits, -1),
-                )
+                answer = self.answers[i]
+                p = self.reference[i].float()
+                q = torch.log_softmax(logits, -1)
                 kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).double()
                 flips = (p.argmax(-1) != q.argmax(-1))[answer.decides].sum()
                 parts[answer.conversation] += [
@@ -135,13 +138,13 @@ class Trial:
                 weights[name] = codec.to_torch(nvfp4.unpack(linear.packed, "float32"))
             elif linear.format == FP8_CHANNEL:
                 weights[name] = fp8_rows(self.parameter(weight_name(self.folder, name)))
-        with (
-            self.changed(weights),
-            self.rounded_inputs(plan) if inputs else contextlib.nullcontext(),
-        ):
+        with contextlib.ExitStack() as changes:
+            changes.enter_context(self.changed(weights))
+            if inputs:
+                changes.enter_context(self.rounded_inputs(plan))
             yield
 
-    def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
+    def largest_inputs(self, names: Iterable[str]) -> dict[str, float]:
         """Return linear → its largest |input| over the scored answers and their prompts, if it had any."""
         largest: dict[str, float] = {}
 
@@ -151,9 +154,8 @@ class Trial:
 
         with contextlib.ExitStack() as hooks, torch.inference_mode():
             for name in names:
-                hooks.enter_context(
-                    self.linear(name).register_forward_pre_hook(partial(observe, name))
-                )
+                hook = partial(observe, name)
+                hooks.enter_context(self.linear(name).register_forward_pre_hook(hook))
             for _ in self.engine.scores(self.rows):
                 pass
         return largest
@@ -170,15 +172,14 @@ class Trial:
 
     @contextlib.contextmanager
     def changed(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Give linears and norms other weights; restore them at the end."""
+        """Give linears other weights; restore them at the end."""
         with contextlib.ExitStack() as undo:
             for name, weight in weights.items():
                 # A parameter of its own: a tied head and the embedding are one.
-                module = self.model.get_submodule(self.family.in_form(name, multimodal=False))
-                undo.callback(setattr, module, "weight", module.weight)
-                module.weight = torch.nn.Parameter(
-                    weight.to(self.parameter(f"{name}.weight")), requires_grad=False
-                )
+                linear = self.linear(name)
+                undo.callback(setattr, linear, "weight", linear.weight)
+                changed = weight.to(linear.weight)
+                linear.weight = torch.nn.Parameter(changed, requires_grad=False)
             yield
 
     @contextlib.contextmanager
@@ -186,11 +187,10 @@ class Trial:
         """Round the inputs of linears where the plan's formats do: to NVFP4, or to FP8 with a scale per token."""
 
         def rounds(linear: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
-            undo.enter_context(
-                self.linear(linear).register_forward_pre_hook(
-                    lambda _, args: (rounded(args[0]), *args[1:])
-                )
-            )
+            def hook(module: object, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+                return rounded(args[0]), *args[1:]
+
+            undo.enter_context(self.linear(linear).register_forward_pre_hook(hook))
 
         amax: dict[str, float] = {}
         with contextlib.ExitStack() as undo:
@@ -213,11 +213,9 @@ class StoredTrials:
     def __init__(
         self, job: Job[StrategyOptions], file: str, answers: Sequence[TrialAnswer]
     ) -> None:
-        self.folder, self.answers, self.file = (
-            ModelFolder(job.model),
-            answers,
-            job.measurements(file),
-        )
+        self.folder = ModelFolder(job.model)
+        self.answers = answers
+        self.file = job.measurements(file)
         self.figures: dict[str, list[list[float]]] = self.file.load({})
 
     @cached_property
@@ -236,16 +234,21 @@ class StoredTrials:
         return self.stored(key, lambda: self.trial.shares(plan))
 
 
+def loss_of(shares: np.ndarray) -> float:
+    """Return the mean KL plus that of the tokens that decide. shares: of Trial.shares."""
+    return float(shares[:, :2].sum())
+
+
 def fp8_rows(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [N, K] rounded to E4M3 and back under a multiplier per row, amax / 448."""
     amax = weight.float().abs().amax(-1, keepdim=True)
     return codec.fake_quant_fp8(weight, torch.where(amax > 0, amax / LARGEST_E4M3, 1.0))
 
 
-def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
+def in_turn_by_category(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
     """Yield samples of all categories in turn, so that the first n have equal numbers of each category, for any n."""
     by_category: dict[str, list[CalibrationSample]] = {}
     for sample in samples:
         by_category.setdefault(sample.category, []).append(sample)
-    for index in range(max(map(len, by_category.values()))):
-        yield from (rows[index] for rows in by_category.values() if index < len(rows))
+    for turn in itertools.zip_longest(*by_category.values()):
+        yield from filter(None, turn)

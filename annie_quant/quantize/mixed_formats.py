@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from annie_quant.checkpoint.linears import HEAD, unties, weight_name
@@ -21,7 +22,7 @@ from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import active_weights, choose, names_module
 from annie_quant.quantize.frontier import with_rounded_inputs
-from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score, loss_of
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -30,7 +31,7 @@ TOKENS = 1024  # of answers, scored in each trial
 POSITIONS = (
     4096  # of these answers with their prompts, on a CPU, where trials take most of the time
 )
-STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
+BUDGET_STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
 
 
@@ -55,11 +56,12 @@ def bands_of(units: Mapping[str, list[str]], count: int) -> dict[str, list[str]]
     for unit in units:
         kinds.setdefault(in_layer(unit), []).append(unit)
     bands = max(1, count // max(1, len(kinds)))
-    result = {}
+    result: dict[str, list[str]] = {}
     for same in kinds.values():
         size = math.ceil(len(same) / bands)
-        for start in range(0, len(same), size):
-            result[same[start]] = [n for u in same[start : start + size] for n in units[u]]
+        for number, unit in enumerate(same):
+            first = same[number - number % size]
+            result.setdefault(first, []).extend(units[unit])
     return result
 
 
@@ -77,6 +79,11 @@ class Group:
     size: list[float]
     read: list[float]
     weights: float
+
+    @property
+    def unquantized(self) -> int:
+        """The index of 16 bits, the last format."""
+        return len(self.formats) - 1
 
 
 def groups_of(
@@ -121,10 +128,9 @@ def budgets(model: Path) -> list[float]:
     plain = sum(group.read[-1] for group in groups.values())
     least = sum(min(group.read) for group in groups.values())
     usual = sum(group.read[-1 if unit == HEAD else 0] for unit, group in groups.items())
-    read = [
-        *([least] if least < usual else []),
-        *(usual + step * (plain - usual) for step in STEPS),
-    ]
+    read = [usual + step * (plain - usual) for step in BUDGET_STEPS]
+    if least < usual:
+        read.insert(0, least)
     return [bytes_per_token(folder) - plain + of_linears for of_linears in read]
 
 
@@ -153,7 +159,7 @@ def formats_of_inputs(
         f"W4A4 for {len(narrow)} of {len(units)} groups of linears, {rounded_share:.0%} of the weights: {left:.2g} nats of the "
         f"{total:.2g} of all rounded inputs; W4A16 for the others"
     )
-    rounded = {n for u in narrow for n in units[u]}
+    rounded = set(chain.from_iterable(units[u] for u in narrow))
     return {n: NVFP4 if n in rounded else W4A16 for n in chosen}
 
 
@@ -174,18 +180,14 @@ def measure_inputs(
     waiting = [u for u in units if u not in trials.figures]
     amax: dict[str, float] = {}
     if waiting:
-        amax = trials.trial.largest_inputs([n for members in units.values() for n in members])
-    noise = float(
-        trials.shares("unchanged", QuantizationPlan())[:, :2].sum()
-    )  # the reference is float16
+        amax = trials.trial.largest_inputs(chain.from_iterable(units.values()))
+    # The reference is float16, so the unchanged model differs from it.
+    noise = loss_of(trials.shares("unchanged", QuantizationPlan()))
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
         plan = QuantizationPlan.of(dict.fromkeys(members, NVFP4), amax)
-        harm[unit] = max(0.0, float(trials.shares(unit, plan)[:, :2].sum()) - noise)
+        harm[unit] = max(0.0, loss_of(trials.shares(unit, plan)) - noise)
         if unit in waiting:
-            progress.update(
-                done,
-                len(units),
-                f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats",
-            )
+            line = f"{done} of {len(units)}, {unit}: {harm[unit]:.2g} nats"
+            progress.update(done, len(units), f"rounding inputs: {line}")
     return harm

@@ -53,7 +53,7 @@ def main() -> None:
     for draw in map(int, a.draws.split(",")):
         learned, held = drawn(a.model, rows, draw, a.samples, a.held)
         trial = kl_trial.Trial(
-            folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False)
+            folder, kl_trial.answers_to_score(held, kl_trial.MAX_ANSWER_TOKENS, cut=False)
         )
         show(
             draw,

@@ -86,7 +86,7 @@ class HeldOut:
     @functools.cache  # seeds share the answers
     def of(cls, model: Path, file: Path, answers: int) -> HeldOut:
         samples = samples_of_rows(model, read_conversations(file))
-        samples = list(kl_trial.spread(samples))[:answers]
+        samples = list(kl_trial.in_turn_by_category(samples))[:answers]
         rows = [Row(s.prompt, s.answer) for s in samples]
         source = load(model, dtype=torch.float32, device="cpu")
         decides = [torch.tensor(s.decides, dtype=torch.bool) for s in samples]

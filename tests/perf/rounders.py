@@ -70,7 +70,7 @@ def main() -> None:
                     time.monotonic() - start,
                 )
         trial = kl_trial.Trial(
-            folder, kl_trial.answers_to_score(held, kl_trial.MOST_TOKENS, cut=False)
+            folder, kl_trial.answers_to_score(held, kl_trial.MAX_ANSWER_TOKENS, cut=False)
         )
         for name, (plan, seconds) in plans.items():
             show(draw, name, trial, plan, seconds)

@@ -150,9 +150,9 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
 def test_long_answers_share_the_tokens_of_a_trial(samples: list[CalibrationSample]) -> None:
     """With answers longer than all the tokens a trial had no token, and every format was free."""
     assert all(len(s.answer) > 2 for s in samples)
-    answers = kl_trial.answers_to_score(samples, 2 * kl_trial.LEAST_ANSWERS)
-    assert len(answers) == min(len(samples), kl_trial.LEAST_ANSWERS)
-    for answer, sample in zip(answers, kl_trial.spread(samples), strict=False):
+    answers = kl_trial.answers_to_score(samples, 2 * kl_trial.MIN_ANSWERS)
+    assert len(answers) == min(len(samples), kl_trial.MIN_ANSWERS)
+    for answer, sample in zip(answers, kl_trial.in_turn_by_category(samples), strict=False):
         assert answer.row.prompt == sample.prompt and answer.row.target == sample.answer[:2]
 
 

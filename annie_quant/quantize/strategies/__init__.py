@@ -13,24 +13,22 @@ from annie_quant.quantize.strategy import Strategy
 
 def available() -> dict[str, Strategy]:
     """Return name → strategy, in alphabetical order."""
-    modules = [
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
-    ]
-    found = {
-        s.name: s for module in modules for s in vars(module).values() if isinstance(s, Strategy)
-    }
-    return dict(sorted(found.items()))
+    strategies: dict[str, Strategy] = {}
+    for module in pkgutil.iter_modules(__path__):
+        values = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
+        strategies |= {value.name: value for value in values if isinstance(value, Strategy)}
+    return dict(sorted(strategies.items()))
 
 
 def find(name: str) -> Strategy:
     """Return the strategy called `name`, in which dashes count as underscores. Raises UsageError that lists all of them."""
-    found = available()
-    try:
-        return found[name.replace("-", "_")]
-    except KeyError:
+    strategies = available()
+    strategy = strategies.get(name.replace("-", "_"))
+    if strategy is None:
         raise UsageError(
-            f"there is no strategy called {name!r}", f"choose one of: {', '.join(found)}"
-        ) from None
+            f"there is no strategy called {name!r}", f"choose one of: {', '.join(strategies)}"
+        )
+    return strategy
 
 
 def by_rank() -> list[Strategy]:

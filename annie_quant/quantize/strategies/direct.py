@@ -49,7 +49,8 @@ class DirectOptions(StrategyOptions, frozen=True):
 
 def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
     """Return every chosen linear in one format, with its input scale if these are given."""
-    folder, file = ModelFolder(job.model), job.options.input_scales
+    folder = ModelFolder(job.model)
+    file = job.options.input_scales
     chosen = choose(folder, job.exclude)
     if not file:
         return QuantizationPlan.of(dict.fromkeys(chosen, W4A16), scale=job.scale)

@@ -126,7 +126,8 @@ def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_text import read_answers
     from annie_quant.quantize.rounding import Method, round_model
 
-    folder, options = ModelFolder(job.model), job.options
+    folder = ModelFolder(job.model)
+    options = job.options
     formats = dict.fromkeys(choose(folder, job.exclude), four_bit_format(options.activations))
     announce_size(folder, formats, progress)
     method = Method(prompt=options.prompt, damping=options.damping)

@@ -150,7 +150,9 @@ def formats_of_inputs(
     units = units_of(folder, chosen)
     harm = measure_inputs(job, units, samples, progress)
     active = active_weights(folder, chosen)
-    weights = {u: sum(active[n] for n in members) for u, members in units.items()}
+    weights: dict[str, float] = {}
+    for unit, members in units.items():
+        weights[unit] = sum(active[n] for n in members)
     total = sum(harm.values())
     narrow = with_rounded_inputs(harm, weights, share * total)
     rounded_share = sum(weights[u] for u in narrow) / max(sum(weights.values()), 1e-30)

@@ -64,7 +64,7 @@ def test_too_many_points_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) 
     rng = np.random.default_rng(2)
     costs, sizes = -np.sort(-rng.lognormal(-6, 2, (14, 3))), np.sort(rng.random((14, 3)) + 0.1)
     exact = front_of(costs, sizes)
-    monkeypatch.setattr(frontier, "MOST_POINTS", 50)
+    monkeypatch.setattr(frontier, "MAX_POINTS", 50)
     thin = front_of(costs, sizes)
     assert len(thin.sizes) <= 51 < len(exact.sizes)
     for limit in np.linspace(exact.sizes[0], exact.sizes[-1], 50):

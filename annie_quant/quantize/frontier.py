@@ -95,13 +95,13 @@ def front_of(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]])
         all_costs = (total_cost[:, None] + np.asarray(cost, float)).ravel()
         order = np.lexsort((all_costs, all_sizes))
         cheapest = np.minimum.accumulate(all_costs[order])
-        kept = order[np.concatenate(([True], cheapest[1:] < cheapest[:-1]))]
-        if len(kept) > MAX_POINTS:
-            ranges = np.floor(all_sizes[kept] / all_sizes[kept[-1]] * MAX_POINTS)
-            kept = kept[np.concatenate((ranges[1:] > ranges[:-1], [True]))]
-        total_size = all_sizes[kept]
-        total_cost = all_costs[kept]
-        steps.append(((kept // count).astype(np.int32), (kept % count).astype(np.int8)))
+        best = order[np.concatenate(([True], cheapest[1:] < cheapest[:-1]))]
+        if len(best) > MAX_POINTS:
+            ranges = np.floor(all_sizes[best] / all_sizes[best[-1]] * MAX_POINTS)
+            best = best[np.concatenate((ranges[1:] > ranges[:-1], [True]))]
+        total_size = all_sizes[best]
+        total_cost = all_costs[best]
+        steps.append(((best // count).astype(np.int32), (best % count).astype(np.int8)))
     return Front(total_size, total_cost, steps)
 
 

@@ -112,8 +112,10 @@ class QuantizationPlan:
         scales: dict[str, np.float32] = {}
         for name, amax in family.largest_of_input(largest).items():
             scales[name] = np.float32(amax) / np.float32(self.linears[name].format.largest)
-        given = {n: x.input_scale for n, x in self.linears.items() if x.input_scale is not None}
-        return scales | given
+        for name, linear in self.linears.items():
+            if linear.input_scale is not None:
+                scales[name] = linear.input_scale
+        return scales
 
 
 def announce_size(folder: ModelFolder, formats: Mapping[str, Format], progress: Progress) -> None:

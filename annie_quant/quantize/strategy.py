@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
-KEPT_INPUTS = (
-    4 << 30
-)  # bytes of inputs of a block's last linear; where there are more, the block runs twice
+# Bytes of inputs of a block's last linear; where there are more, the block runs twice.
+KEPT_INPUTS = 4 << 30
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder

@@ -285,8 +285,8 @@ def _cpu_temperature_c() -> float | None:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError, RuntimeError):  # not on this system
         return None
-    heats = (sensor.current or 0 for group in sensors.values() for sensor in group)
-    return max(map(float, heats), default=0.0) or None
+    all_sensors = itertools.chain.from_iterable(sensors.values())
+    return max((float(sensor.current or 0) for sensor in all_sensors), default=0.0) or None
 
 
 def is_local(host: str) -> bool:

@@ -32,7 +32,7 @@ from annie_quant.data.rows import (
     DuplicateFinder,
     ValidatedRows,
     faults,
-    other_prompts,
+    prompts_of_others,
     read_rows,
     user_text,
     validate,
@@ -193,7 +193,7 @@ def generate(
     options = options or Options()
     opened: Teacher = module.open_teacher(options, split)
     opened.check(who)
-    forbidden = other_prompts(apart_from, split != "gate", who)
+    forbidden = prompts_of_others(apart_from, split != "gate", who)
     # The rows depend on all of this.
     key: dict[str, object] = {"version": __version__, "teacher": module.NAME, "model": opened.model}
     key |= {"persona": who.sha256, "n": n, "seed": seed, "split": split}

@@ -262,7 +262,7 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
     n = max(1, N_GENERATED_ROWS // len(persona.categories))
     provenance: RowProvenance = {
         "teacher": "offline",
-        "model": offline.MODEL,
+        "model": offline.TEMPLATES_MODEL,
         "persona": persona.source,
         "prompt_sha256": persona.prompt_sha256,
     }

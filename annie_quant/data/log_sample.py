@@ -42,8 +42,8 @@ MAX_POOLS = 200
 NO_TOOL = "no tool"
 OTHER_TOOLS = "other tools"
 CASES_PER_CONVERSATION = 4
-MIN_ANSWER_TOKENS = 64
-MAX_ANSWER_TOKENS = 1024
+MIN_TOKENS_OF_CASE = 64
+MAX_TOKENS_OF_CASE = 1024
 CHARACTERS_PER_TOKEN = 3.0
 HEADROOM = 1.5  # of max_tokens over the longest usual answer
 USUAL_SHARE = 0.95
@@ -329,7 +329,8 @@ def max_tokens(lengths: Sequence[int]) -> int:
         return 256
     usual = sorted(lengths)[int(USUAL_SHARE * (len(lengths) - 1))]
     return max(
-        MIN_ANSWER_TOKENS, min(MAX_ANSWER_TOKENS, int(HEADROOM * usual / CHARACTERS_PER_TOKEN) + 32)
+        MIN_TOKENS_OF_CASE,
+        min(MAX_TOKENS_OF_CASE, int(HEADROOM * usual / CHARACTERS_PER_TOKEN) + 32),
     )
 
 

@@ -22,8 +22,8 @@ OPERATIONS = (
 )  # None: vLLM's spans; an agent's span has its calls' messages
 INPUT = "gen_ai.input.messages"
 OUTPUT = "gen_ai.output.messages"
-PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
-ANSWER_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+PROMPT_TOKEN_FIELDS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+ANSWER_TOKEN_FIELDS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 EXPORT_LEVELS = (
     ("resourceSpans", "scopeSpans", "spans"),
     ("resourceLogs", "scopeLogs", "logRecords"),
@@ -61,7 +61,7 @@ def lengths(document: object) -> Iterator[tuple[float, int, int]]:
     for time_s, attributes in _calls(document):
         prompt, answer = (
             integer(next(filter(None, map(attributes.get, n)), 0))
-            for n in (PROMPT_TOKENS, ANSWER_TOKENS)
+            for n in (PROMPT_TOKEN_FIELDS, ANSWER_TOKEN_FIELDS)
         )
         if prompt and answer is not None:
             yield time_s, prompt, answer
@@ -77,7 +77,7 @@ def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
             attributes: JsonObject = {}
             for part in (call, *_objects(call, "events")):
                 attributes |= _attributes(part, "attributes", MAX_VALUE_DEPTH)
-            known = any(name in attributes for name in (INPUT, OUTPUT, *PROMPT_TOKENS))
+            known = any(name in attributes for name in (INPUT, OUTPUT, *PROMPT_TOKEN_FIELDS))
             if known and attributes.get("gen_ai.operation.name") in OPERATIONS:
                 yield (
                     (_integer(next(filter(None, map(call.get, TIME_FIELDS)), 0)) or 0) / 1e9,

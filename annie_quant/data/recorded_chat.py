@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
-MAX_LINE_BYTES = 1_000_000
+MAX_CHAT_BYTES = 1_000_000
 MAX_MODEL = 200  # characters of a model's name
 READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 
@@ -99,11 +99,11 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if message is not None:
         # Here, because joining reasoning and content would hide a secret, and the scanner would
         # mask only a part of it.
-        record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
+        record["response"] = {"choices": [{"message": without_keys(message, exchange.secrets)}]}
     conversation = conversation_of(record)
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
-    if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
-        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
+    if size > MAX_CHAT_BYTES:  # checked first, because masking takes time in proportion to the size
+        raise Unusable(f"longer than {MAX_CHAT_BYTES // 1_000_000} MB")
     head: list[ChatMessage] = (
         [{"role": "system", "content": conversation.system}] if conversation.system else []
     )
@@ -114,10 +114,11 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     }
     parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
     data = json.dumps(
-        masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False
+        masked_row(without_keys(parts, exchange.secrets), exchange.time, scanner),
+        ensure_ascii=False,
     ).encode("utf-8", "replace")
-    if len(data) > MAX_LINE_BYTES:
-        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
+    if len(data) > MAX_CHAT_BYTES:
+        raise Unusable(f"longer than {MAX_CHAT_BYTES // 1_000_000} MB")
     return ChatLine(data, message is not None, fault)
 
 
@@ -189,7 +190,7 @@ def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     return {**message, "role": "assistant"}, reason[:MAX_NAME] if isinstance(reason, str) else None
 
 
-def without(value: T, secrets: Redactor) -> T:
+def without_keys(value: T, secrets: Redactor) -> T:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value

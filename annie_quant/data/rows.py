@@ -45,7 +45,7 @@ from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents.persona import Persona, Tool, built_in, load_persona
 from annie_quant.judge.checks.text import leaked, markdown_in
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 THRESHOLD = 0.85
 CONTRACTIONS = {
@@ -260,7 +260,7 @@ def dataset_rows(path: Path) -> list[JsonObject]:
             "annie-quant data --persona annie",
         )
     if problems.counts:
-        log.warning("annie-quant: %s: not used: %s", path, "; ".join(problems.lines()))
+        _log.warning("annie-quant: %s: not used: %s", path, "; ".join(problems.lines()))
     return rows
 
 
@@ -296,7 +296,9 @@ def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
             yield f"{workload.name}/{case.id}", "\n".join(users or turns)
 
 
-def other_prompts(others: Iterable[Rows], gates: bool, persona: Persona | None) -> DuplicateFinder:
+def prompts_of_others(
+    others: Iterable[Rows], gates: bool, persona: Persona | None
+) -> DuplicateFinder:
     """Return a finder for the prompts of other sets and, if `gates`, of the persona's gates."""
     texts = [
         (f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)
@@ -308,7 +310,7 @@ def check_apart(
     rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None
 ) -> None:
     """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts of the persona."""
-    finder = other_prompts(others, gates, persona)
+    finder = prompts_of_others(others, gates, persona)
     matches = [(row.get("id"), finder.find(user_text(row))) for row in read_rows(rows)]
     duplicates = [(name, match) for name, match in matches if match is not None]
     if duplicates:

@@ -19,7 +19,7 @@ from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
 NAME = "offline"
-MODEL = "annie_quant templates"
+TEMPLATES_MODEL = "annie_quant templates"
 BATCH_SIZE = 500
 MAX_CONVERSATION_ATTEMPTS = 200  # attempts to draw a new conversation
 TEMPLATE_CATEGORIES = (*exchanges.ANNIE_CATEGORIES, "multi_turn")
@@ -29,7 +29,7 @@ ANNIE_TOOLS = (None, "search_memory", "web_search")
 class Offline:
     """A teacher that draws from the phrasings and topics of one split; train, calibration and gate share none."""
 
-    model = MODEL
+    model = TEMPLATES_MODEL
     batch_size = BATCH_SIZE
 
     def __init__(self, split: str = "calibration") -> None:

@@ -80,10 +80,7 @@ def _gate_rows(
     name: str,
 ) -> list[str]:
     """Return one row per gate, in as many tables as the width needs."""
-    n = {
-        gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n)
-        for gate, result in gates.items()
-    }
+    n = {gate: _most_answers(columns, gate) or result.n for gate, result in gates.items()}
     head = [["gate", *(result.title or title(gate) for gate, result in gates.items())]]
     head.append(["n", *map(str, n.values())])
     losses = [_finds(columns, gate) for gate in gates]
@@ -95,6 +92,10 @@ def _gate_rows(
     for table in _tables(head, [_column(column, gates, n) for column in columns], width):
         lines += ["", *_rows(table)] if lines else _rows(table)
     return lines
+
+
+def _most_answers(columns: Sequence[Column], gate: str) -> int:
+    return max((column.gates[gate].n for column in columns if gate in column.gates), default=0)
 
 
 def _tables(
@@ -214,7 +215,7 @@ def side_lines(
     rows = [] if reference is None else [(reference.name, "reference", _missed(reference))]
     rows += [(c.name, c.verdict, _not_kept(c) if c.paired else _missed(c)) for c in columns]
     rows.insert(0, ("side", "verdict", "gates that are not kept"))
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    widths = [_width([row[0] for row in rows]), _width([row[1] for row in rows])]
     indent = sum(widths) + 2
     lines = []
     for side, verdict, rest in rows:
@@ -256,8 +257,11 @@ def requirement_lines(
     lines = []
     for name, gates in columns.items():
         required = sorted((r.requirement, _absolute(r)) for r in gates.values() if r.requirement)
-        numbers = {o: " ".join(number for number, own in required if own == o) for o in ABSOLUTE}
-        parts = [f"{word} {numbers[o]}" for o, word in ABSOLUTE.items() if numbers[o]]
+        parts = []
+        for outcome, word in ABSOLUTE.items():
+            numbers = [number for number, own in required if own == outcome]
+            if numbers:
+                parts.append(f"{word} {' '.join(numbers)}")
         if parts:
             lines += wrap(f"{name} {'; '.join(parts)}", width)
     return lines

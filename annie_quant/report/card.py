@@ -92,7 +92,8 @@ class Subject:
 
 def render(run: LoadedRun, subject: Subject) -> str:
     """Return README.md. Raises UsageError where huggingface_hub refuses the metadata."""
-    hub, check = need("huggingface_hub", "quantize"), need("huggingface_hub.utils", "quantize")
+    hub = need("huggingface_hub", "quantize")
+    check = need("huggingface_hub.utils", "quantize")
     try:
         for name in (subject.repo_id, subject.base_model):
             check.validate_repo_id(name)
@@ -126,33 +127,29 @@ def _quantization(subject: Subject) -> dict[str, str | float]:
 def _eval_results(run: LoadedRun, subject: Subject) -> list[EvalResult]:
     """Return one huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
     hub = need("huggingface_hub", "quantize")
-    return [
-        hub.EvalResult(
-            task_type="text-generation",
-            dataset_type="annie_quant/workloads",
-            dataset_name=f"annie_quant workloads, {side.title}",
-            dataset_config=side.name,
-            metric_type=gate,
-            metric_name=f"{run.gate_title(gate)}, share that passes",
-            metric_value=round(r.rate, 4),
-            metric_args={
-                "passes": r.passes,
-                "n": r.n,
-                "low": round(r.low, 4),
-                "high": round(r.high, 4),
-            },
-        )
-        for side in run.sides_of(subject.name)
-        for gate, r in side.deciding.items()
-    ]
+    results = []
+    for side in run.sides_of(subject.name):
+        for gate, r in side.deciding.items():
+            interval = {"low": round(r.low, 4), "high": round(r.high, 4)}
+            results.append(
+                hub.EvalResult(
+                    task_type="text-generation",
+                    dataset_type="annie_quant/workloads",
+                    dataset_name=f"annie_quant workloads, {side.title}",
+                    dataset_config=side.name,
+                    metric_type=gate,
+                    metric_name=f"{run.gate_title(gate)}, share that passes",
+                    metric_value=round(r.rate, 4),
+                    metric_args={"passes": r.passes, "n": r.n, **interval},
+                )
+            )
+    return results
 
 
 def _body(run: LoadedRun, subject: Subject) -> str:
-    sides, columns, summary = (
-        run.sides_of(subject.name),
-        _columns(run, subject),
-        subject.audit.summary,
-    )
+    sides = run.sides_of(subject.name)
+    columns = _columns(run, subject)
+    summary = subject.audit.summary
     rows, unreadable = _conversations(subject.calibration)
     servers = {
         support.server.lower(): support for support in summary.servers if support.loads == "yes"
@@ -210,7 +207,8 @@ def _conversations(path: Path | None) -> tuple[list[_Conversation] | None, int]:
     """Return the calibration rows, and how many lines could not be read; None without a file."""
     if path is None or not path.is_file():
         return None, 0
-    lines, rows = path.read_bytes().splitlines(), []
+    lines = path.read_bytes().splitlines()
+    rows = []
     for line in lines:
         with contextlib.suppress(ValueError):
             rows.append(documents.salvage_line(_Conversation, line))

@@ -121,7 +121,8 @@ def _with_n(cell: Cell, n: int | None) -> Cell:
 def _cache(run: LoadedRun, side: ServedModel) -> Cell:
     """Size of the caches, computed from config.json."""
     config = _config(run, side)
-    caches, tokens = caches_of(config), min(CONTEXT, config.max_position_embeddings or CONTEXT)
+    caches = caches_of(config)
+    tokens = min(CONTEXT, config.max_position_embeddings or CONTEXT)
     if not caches.position:
         return Cell("unknown (no config.json of this model is at hand)")
     size_bytes = caches.stored(tokens)
@@ -154,7 +155,8 @@ def container(side: ServedModel) -> RecipeRuntime | None:
 
 
 def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
-    if runtime := container(side):
+    runtime = container(side)
+    if runtime:
         return Cell(f"{runtime.title} from its container image")
     return Cell(
         "one binary and one GGUF file"
@@ -164,7 +166,8 @@ def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
 
 
 def _context(run: LoadedRun, side: ServedModel) -> Cell:
-    limit, served = _config(run, side).max_position_embeddings, _identity(run, side).max_model_len
+    limit = _config(run, side).max_position_embeddings
+    served = _identity(run, side).max_model_len
     text = f"{count(limit)} tokens" if limit else DASH
     return Cell(text, f"{count(served)} served here" if served else "")
 
@@ -192,12 +195,14 @@ def memory_budget(run: LoadedRun) -> Table | None:
         ["highest seen", "left for the rest", "within budget"],
     )
     for title, peak, key in rows:
-        verdict = "undecided" if peak is None else "pass" if peak < BUDGET_BYTES else "fail"
-        left = "none" if verdict == "fail" else DASH if peak is None else size(BUDGET_BYTES - peak)
-        figure = Cell("not measured") if peak is None else Cell(size(peak), key=key)
-        table.rows.append(
-            (title, [figure, Cell(left), Cell(ANSWERS[verdict], css=f"word {verdict}")])
-        )
+        cells = [Cell("not measured"), Cell(DASH)]
+        verdict = "undecided"
+        if peak is not None:
+            verdict = "pass" if peak < BUDGET_BYTES else "fail"
+            left = size(BUDGET_BYTES - peak) if verdict == "pass" else "none"
+            cells = [Cell(size(peak), key=key), Cell(left)]
+        cells.append(Cell(ANSWERS[verdict], css=f"word {verdict}"))
+        table.rows.append((title, cells))
     return table
 
 
@@ -273,10 +278,12 @@ def checklist_table(run: LoadedRun, items: list[ChecklistItem]) -> Table:
 
 def operation_changes(run: LoadedRun) -> list[str]:
     """Return what changes for the operator, and how to go back."""
-    candidate, incumbent = run.candidate, run.incumbent
+    candidate = run.candidate
+    incumbent = run.incumbent
     if candidate is None:
         return []
-    unknown, image = "not on record", container(candidate)
+    unknown = "not on record"
+    image = container(candidate)
     values = {
         "runtime": candidate.data.runtime or unknown,
         "before": (incumbent.data.runtime or unknown) if incumbent else "",

@@ -128,7 +128,7 @@ def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
 
 # Processes that stay: starting one takes a tenth of a second, and a program uses few templates in
 # turn
-KEPT = 4
+MAX_WORKERS = 4
 _workers: dict[tuple[object, ...], _Worker] = {}  # the least recently used first
 _choosing = threading.Lock()
 
@@ -142,7 +142,7 @@ def _worker_of(source: str) -> _Worker:
     with _choosing:
         worker = _workers.pop(key, None)
         _workers[key] = worker = worker if worker and worker.alive else _Worker(source)
-        while len(_workers) > KEPT:
+        while len(_workers) > MAX_WORKERS:
             del _workers[next(iter(_workers))]
     return worker
 
@@ -232,7 +232,7 @@ MAX_FILE_BYTES = 100 << 20
 def loading_tokenizer(folder: Path) -> Iterator[None]:
     """Raise CheckpointError for the many types of errors that transformers raises for a tokenizer's files."""
     try:
-        with refused(folder):
+        with refusing_own_code(folder):
             yield
     except (AnnieError, MemoryError):
         raise
@@ -247,7 +247,7 @@ def loading_tokenizer(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused(folder: Path) -> Iterator[None]:
+def refusing_own_code(folder: Path) -> Iterator[None]:
     """Raise CheckpointError where a call inside, with trust_remote_code=False, would need the checkpoint's code."""
     try:
         yield

@@ -26,9 +26,9 @@ from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
-PLAIN = "bf16"
-TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)
-CHUNK_BYTES = 1 << 26  # of float32 numbers that are rounded at once
+UNQUANTIZED = "bf16"
+TARGETS = (*dialects.WRITTEN, "gguf", UNQUANTIZED)
+FLOAT32_PIECE_BYTES = 1 << 26  # of float32 numbers that are rounded at once
 
 
 class Conversion(msgspec.Struct, omit_defaults=True):
@@ -93,7 +93,7 @@ def convert(
     folder = ModelFolder(src)
     dialects.refuse_unread(folder)
     model = dialects.read(folder)
-    if to != PLAIN:
+    if to != UNQUANTIZED:
         check_algorithm(model)
     if to == "gguf":
         return to_gguf(model, type, out)
@@ -102,7 +102,7 @@ def convert(
     if not model.linears:
         hint = "quantize it first: annie-quant quantize --strategy direct"
         raise CheckpointError(f"{folder.path}: nothing in it is quantized", hint)
-    return to_plain(model, out) if to == PLAIN else to_dialect(model, to, out)
+    return to_plain(model, out) if to == UNQUANTIZED else to_dialect(model, to, out)
 
 
 # ---- model folders
@@ -144,7 +144,7 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     def numbers(linear: Linear) -> Iterator[np.ndarray]:
         weight = linear.dequantize(folder)
         folder.release(linear.weight)
-        rows = max(1, CHUNK_BYTES // max(1, weight[:1].nbytes))
+        rows = max(1, FLOAT32_PIECE_BYTES // max(1, weight[:1].nbytes))
         return (
             weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows)
         )
@@ -156,7 +156,7 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     plan += [
         writer.copied(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))
     ]
-    target, size_bytes = write_folder(folder, plan, None, PLAIN, out)
+    target, size_bytes = write_folder(folder, plan, None, UNQUANTIZED, out)
     loss = [f"{len(linears)} quantized linears became bf16 numbers"]
     scales = sum(n.endswith(KV_ENDS) for n in folder)
     if scales:
@@ -175,7 +175,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
             x.check_fp8_scale(folder)
     blocks = next((x.name for x in linears.values() if x.block), None)
     if blocks:
-        command = f"annie-quant convert {folder.path} --to {PLAIN}"
+        command = f"annie-quant convert {folder.path} --to {UNQUANTIZED}"
         raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)
     awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
     if awq:

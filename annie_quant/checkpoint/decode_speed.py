@@ -244,7 +244,7 @@ def measure_device(path: Path | None = None, progress: Progress = SILENT) -> Dev
     return device
 
 
-def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
+def fastest_call_s(work: Callable[[], object], wait: Callable[[], object]) -> float:
     """Return the seconds of the fastest call. wait: returns when the work has ended."""
     end = time.monotonic() + SECONDS
     least = math.inf
@@ -283,7 +283,7 @@ def measure_gpu() -> tuple[float, float, float]:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-        return fastest(graph.replay, torch.cuda.synchronize) / len(calls)
+        return fastest_call_s(graph.replay, torch.cuda.synchronize) / len(calls)
 
     read = SHAPE[0] * SHAPE[1] * 9 / 16 / seconds([on_gpu(SHAPE, i) for i in range(COPIES)])
     source, target = (torch.zeros(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))

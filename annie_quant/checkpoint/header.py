@@ -24,7 +24,7 @@ from annie_quant.core.files import owner
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 PREFIX_BYTES = 8
-MAX_NAME = 1000  # characters; the longest names in use have about 150
+MAX_NAME_LENGTH = 1000  # characters; the longest names in use have about 150
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
@@ -47,7 +47,7 @@ DTYPES: dict[str, np.dtype] = {
         "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     }.items()
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardError(CheckpointError):
@@ -168,7 +168,7 @@ def _info(name: str, entry: object, data_start: int, file: str) -> TensorInfo:
     def invalid(reason: str) -> ShardError:
         return ShardError("invalid_header", f"{file}: {name[:120]}: {reason}", tensor=name)
 
-    if not name or not name.isprintable() or len(name) > MAX_NAME:
+    if not name or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
         raise ShardError("invalid_header", f"{file}: {name[:120]!a} is not a tensor name")
     if not isinstance(entry, dict):
         raise invalid("the entry is not an object")

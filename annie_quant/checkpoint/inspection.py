@@ -23,10 +23,10 @@ from annie_quant.documents import Audit, AuditSummary, Finding
 NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
 # Where more of the compared tensors differ, the reference is another model; else the export is at
 # fault.
-LEAST_SHARE = 0.5
+MIN_DIFFERING_SHARE = 0.5
 # With fewer unquantized linears, their values do not show whether the reference is the source
-LEAST_PLAIN = 4
-SHOWN = 3  # findings that the notes of an evaluation list
+MIN_PLAIN_LINEARS = 4
+MAX_NOTES = 3  # findings that the notes of an evaluation list
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
@@ -66,10 +66,10 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
             row.rel_l2 = differences.rel_l2.get(row.name)
         findings += differences.findings
         findings += prompt_files.differences(folder.path, original.path)
-    return Audit(str(path), findings, summarize(model, findings), rows)
+    return Audit(str(path), findings, audit_summary(model, findings), rows)
 
 
-def summarize(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditSummary:
+def audit_summary(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditSummary:
     """Return what is quantized, what is not, the sizes, and which servers load it."""
     folder = model.folder
     unquantized = [part for n in model.unowned for part in folder.parts_of(n) or [n]]
@@ -114,17 +114,17 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
     faults = [f for f in result.findings if f.code in NOT_FROM_SOURCE]
     differing = {f.tensor for f in faults}
     compared = {row.name for row in result.tensors if row.rel_l2 is not None} | differing
-    if len(differing) > LEAST_SHARE * len(compared) > 0:
+    if len(differing) > MIN_DIFFERING_SHARE * len(compared) > 0:
         reason = f"{len(differing)} of {len(compared)} quantized tensors do not come from it ({faults[0].message})"
         return [other_model.format(reason)]
     changed, plain = changed_plain(result, ModelFolder(path))
-    if plain >= LEAST_PLAIN and changed > LEAST_SHARE * plain:
+    if plain >= MIN_PLAIN_LINEARS and changed > MIN_DIFFERING_SHARE * plain:
         reason = f"{changed} of {plain} linears that are not quantized have other values there (a close fine-tune?)"
         return [other_model.format(reason)]
     command = f"annie-quant audit {shlex.quote(str(path))} --source {shlex.quote(str(reference))}"
-    texts = [f"{finding.message} ({finding.code})" for finding in result.findings[:SHOWN]]
-    if len(result.findings) > SHOWN:
-        texts[-1] += f"; and {len(result.findings) - SHOWN} more findings"
+    texts = [f"{finding.message} ({finding.code})" for finding in result.findings[:MAX_NOTES]]
+    if len(result.findings) > MAX_NOTES:
+        texts[-1] += f"; and {len(result.findings) - MAX_NOTES} more findings"
     return [f"BROKEN EXPORT: {text}; {command}" for text in texts]
 
 

@@ -35,7 +35,7 @@ SAMPLING: JsonObject = {
     "num_beams": 1,
 }
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
-STEPS = ("normalizer", "pre_tokenizer", "decoder")  # from text to pieces, and back
+TOKENIZER_STEPS = ("normalizer", "pre_tokenizer", "decoder")  # from text to pieces, and back
 TOOL: JsonObject = {
     "type": "function",
     "function": {
@@ -51,7 +51,7 @@ TOOL: JsonObject = {
 SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
 USER: JsonObject = {"role": "user", "content": "Is it raining in Rome?"}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
-ANSWERS: list[JsonObject] = [
+LATER_MESSAGES: list[JsonObject] = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "name": "get_weather", "content": "Rain."},
     {"role": "assistant", "content": "It is."},
@@ -61,9 +61,9 @@ ANSWERS: list[JsonObject] = [
 CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonObject]] = {
     "a question": ([USER], None, {}),
     "a system prompt": ([SYSTEM, USER], None, {}),
-    "an earlier answer": ([USER, ANSWERS[2], ANSWERS[3]], None, {}),
+    "an earlier answer": ([USER, LATER_MESSAGES[2], LATER_MESSAGES[3]], None, {}),
     "tools": ([USER], [TOOL], {}),
-    "a call and its result": ([USER, *ANSWERS], [TOOL], {}),
+    "a call and its result": ([USER, *LATER_MESSAGES], [TOOL], {}),
     "thinking off": ([USER], None, {"enable_thinking": False}),
     "thinking on": ([USER], None, {"enable_thinking": True}),
 }
@@ -141,7 +141,7 @@ def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
     ]
     problems += [
         f"its {step} is not the source's"
-        for step in STEPS
+        for step in TOKENIZER_STEPS
         if _stated(own.get(step)) != _stated(expected.get(step))
     ]
     yield from (

@@ -244,6 +244,12 @@ class ModelFolder:
         experts = self.family.experts
         return experts.with_count(merged) if experts else merged
 
+    @property
+    def ties_embedding(self) -> object:
+        """tie_word_embeddings of config.json: whether the embedding is also the head; None: not given."""
+        config = self.config
+        return config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings"))
+
     @functools.cached_property
     def family(self) -> models.Family:
         """The model family that config.json names, or the default for an unknown one."""
@@ -278,7 +284,7 @@ class ModelFolder:
         if not weights:
             raise ShardError("index_mismatch", f"{INDEX}: weight_map is empty")
         invalid = next(
-            (n for n in weights if not n.isprintable() or len(n) > header.MAX_NAME), None
+            (n for n in weights if not n.isprintable() or len(n) > header.MAX_NAME_LENGTH), None
         )
         if invalid is not None:
             raise ShardError("index_mismatch", f"{INDEX}: {invalid[:120]!a} is not a tensor name")

@@ -77,12 +77,10 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
 
 def is_tied(folder: ModelFolder) -> bool:
     """Return whether the embedding is also the head."""
-    stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
-    return (
-        bool(stated)
-        if stated is not None
-        else not any(name.startswith("lm_head.") for name in folder)
-    )
+    ties = folder.ties_embedding
+    if ties is None:
+        return not any(name.startswith("lm_head.") for name in folder)
+    return bool(ties)
 
 
 def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None = None) -> int:

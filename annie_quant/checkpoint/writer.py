@@ -61,7 +61,7 @@ class Planned:
 
 def planned(name: str, array: np.ndarray) -> Planned:
     """Plan a tensor that is in memory already (a scale, a small tensor)."""
-    return Planned(name, header.NAMES[array.dtype], array.shape, lambda: array)
+    return Planned(name, header.DTYPE_NAMES[array.dtype], array.shape, lambda: array)
 
 
 def copied(folder: ModelFolder, name: str, new_name: str | None = None) -> Planned:
@@ -124,7 +124,7 @@ def write(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = layout(plan, shard_bytes)
-    missing = [s for s in shards if not (resume and is_complete(folder, s))]
+    missing = [s for s in shards if not (resume and is_shard_complete(folder, s))]
     check_free_space(folder, sum(s.size_bytes for s in missing))
     total = sum(s.work_bytes for s in shards)
     done = ByteProgress(progress, total, done_before=total - sum(s.work_bytes for s in missing))
@@ -164,7 +164,7 @@ def tensor_bytes(item: Planned) -> Iterator[memoryview]:
         raise ValueError(f"{item.name}: got {written} bytes, {item.size_bytes} were planned")
 
 
-def is_complete(folder: Path, shard: ShardPlan) -> bool:
+def is_shard_complete(folder: Path, shard: ShardPlan) -> bool:
     """Return whether an earlier run completed this shard: same header, same length."""
     try:
         with (folder / shard.name).open("rb") as file:

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-SCHEMA = (
+EXPERTS_SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> Tensor"
 )
-OUT_SCHEMA = (
+EXPERTS_OUT_SCHEMA = (
     "(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> ()"
 )
@@ -256,5 +256,5 @@ def fake(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Rou
 @functools.cache
 def register() -> Operator:
     """Define both operators once and return nvfp4_experts."""
-    torch_op.define("nvfp4_experts_out", OUT_SCHEMA, write, lambda *arguments: None)
-    return torch_op.define("nvfp4_experts", SCHEMA, product, fake)
+    torch_op.define("nvfp4_experts_out", EXPERTS_OUT_SCHEMA, write, lambda *arguments: None)
+    return torch_op.define("nvfp4_experts", EXPERTS_SCHEMA, product, fake)

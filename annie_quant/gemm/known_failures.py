@@ -19,7 +19,7 @@ class KnownFailure(NamedTuple):
     fix: str
 
 
-KNOWN = (
+KNOWN_FAILURES = (
     KnownFailure(
         r"no kernel image is available",
         "the wheel has no sm_12x machine code",
@@ -69,6 +69,8 @@ NOT_NATIVE = (
 NO_FP4_UNITS = "this GPU has no FP4 units: only weight-only kernels can be right here"
 
 
-def find_failure(text: str, failures: Iterable[KnownFailure] = KNOWN) -> KnownFailure | None:
+def find_failure(
+    text: str, failures: Iterable[KnownFailure] = KNOWN_FAILURES
+) -> KnownFailure | None:
     """Return the first known failure whose pattern matches the message, or None."""
     return next((f for f in failures if re.search(f.pattern, text, re.IGNORECASE)), None)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Out = TypeVar("Out", DeviceArray, View, "torch.Tensor")
 GROUP = 16
-FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
+FAULT_NUMBERS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}
 # as AQ_GEMM_* in csrc/gemm/gemm.h
 _BAD_PLAN = -3
@@ -152,7 +152,7 @@ class Weight:
             )
         _disjoint({"memory": to}, {"codes": c, "block_scale": s})
         with CurrentDevice(self.device):
-            bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULTS[fault], on)
+            bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULT_NUMBERS[fault], on)
         if bad is not None:
             row, block = divmod(bad[1], self.k // GROUP)
             raise UsageError(
@@ -341,7 +341,7 @@ def w4a4(
                 k,
                 out_type,
                 MODES[mode],
-                FAULTS[fault],
+                FAULT_NUMBERS[fault],
                 on,
             )
     except module.CudaError as error:

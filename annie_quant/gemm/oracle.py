@@ -97,7 +97,7 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 Align = Callable[["Tensor", int], "tuple[Tensor, Tensor, Tensor]"]
 
-TOKENS = (
+CHECKED_TOKENS = (
     1,
     3,
     9,
@@ -151,8 +151,8 @@ def worst_error(
     k = codes.shape[1] * 2
     device = codes.device
     generator = torch.Generator(device).manual_seed(n * 31 + k)
-    x = torch.randn(max(TOKENS), k, generator=generator, device=device).to(dtype)
-    results = {m: torch.ops.annie_quant.nvfp4_linear(x[:m], *weight) for m in TOKENS}
+    x = torch.randn(max(CHECKED_TOKENS), k, generator=generator, device=device).to(dtype)
+    results = {m: torch.ops.annie_quant.nvfp4_linear(x[:m], *weight) for m in CHECKED_TOKENS}
     inputs = x.double()
     sizes = inputs.abs()
     worst = 0.0

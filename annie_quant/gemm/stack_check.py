@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from annie_quant.core.untrusted import JsonObject
 
 Product = Callable[["GemmCase"], np.ndarray]
-Backend = tuple[str, Product | None, str]  # its name, its product, and why it is missing
+GemmBackend = tuple[str, Product | None, str]  # its name, its product, and why it is missing
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
     "vllm cutlass_scaled_fp4_mm": "--linear-backend cutlass",
@@ -191,12 +191,12 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
     ).reshape(m, c)
 
 
-def backends(stack: str) -> Iterator[Backend]:
+def backends(stack: str) -> Iterator[GemmBackend]:
     """Yield (name, call or None, reason why it is missing) of each FP4 GEMM in the stack."""
     yield from {"torch": _torch, "vllm": _vllm, "flashinfer": _flashinfer}[stack]()
 
 
-def stacks(name: str) -> tuple[str, ...]:
+def stack_names(name: str) -> tuple[str, ...]:
     """Return the stacks of a name, which may be "all". Raises UsageError for an unknown one."""
     if name not in (*STACKS, "all"):
         raise UsageError(
@@ -232,7 +232,7 @@ def _host(tensor: Tensor) -> np.ndarray:
     return tensor.float().cpu().numpy()
 
 
-def _torch() -> Iterator[Backend]:
+def _torch() -> Iterator[GemmBackend]:
     name = "torch._scaled_mm"
     try:
         import torch
@@ -254,7 +254,7 @@ def _torch() -> Iterator[Backend]:
     yield name, call, ""
 
 
-def _vllm() -> Iterator[Backend]:
+def _vllm() -> Iterator[GemmBackend]:
     cutlass = "vllm cutlass_scaled_fp4_mm"
     marlin = "vllm marlin (W4A16)"
     ours = "vllm annie_quant (W4A16)"
@@ -346,7 +346,7 @@ def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
     return _host(out) * case.alpha
 
 
-def _flashinfer() -> Iterator[Backend]:
+def _flashinfer() -> Iterator[GemmBackend]:
     try:
         import flashinfer
         import torch
@@ -379,7 +379,7 @@ def has_fp4_units() -> bool:
 def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     """Check all backends of `stack`, or of all stacks, and advise which one to choose."""
     rows: list[BackendResult] = []
-    for each in stacks(stack):
+    for each in stack_names(stack):
         for name, call, reason in backends(each):
             if call is None:
                 rows.append(BackendResult(name, "missing", cause=reason))
@@ -474,7 +474,7 @@ runpy.run_module("annie_quant.gemm.stack_check", run_name="__main__")
 
 def container_script(stack: str) -> str:
     """Return the program for the container's Python: the archive, then the check of `stack`."""
-    stacks(stack)
+    stack_names(stack)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in [

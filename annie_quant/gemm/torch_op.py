@@ -39,7 +39,7 @@ _libraries: list[torch.library.Library] = []  # the operator exists as long as i
 F16 = CODES["float16"]
 BF16 = CODES["bfloat16"]
 Operator = Callable[..., "Tensor | None"]
-SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
+LINEAR_SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
 
 class Prepared(NamedTuple):
@@ -162,4 +162,4 @@ def define(name: str, schema: str, product: Operator, fake: Operator) -> Operato
 @functools.cache
 def register() -> Operator:
     """Define the operator once and return it."""
-    return define("nvfp4_linear", SCHEMA, product, fake)
+    return define("nvfp4_linear", LINEAR_SCHEMA, product, fake)

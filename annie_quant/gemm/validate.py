@@ -25,7 +25,7 @@ PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
 
 
 @dataclass(frozen=True)
-class Check:
+class KernelCheck:
     """One comparison.
 
     ok: None where it could not be made here. detail: the measured error, or what differs.
@@ -45,7 +45,7 @@ class Validation:
 
     device: JsonObject
     paths: dict[str, str]
-    checks: list[Check] = field(default_factory=list)
+    checks: list[KernelCheck] = field(default_factory=list)
     stack: StackResult | None = None
 
     @property
@@ -131,7 +131,7 @@ def _error(
     return oracle.worst(out, exact, oracle.bound(exact, magnitude, x.shape[1], "float32"))
 
 
-def _pairs() -> Iterator[Check]:
+def _pairs() -> Iterator[KernelCheck]:
     """All codes times all scales: row = scale byte, column = code; each output is one product."""
     from ml_dtypes import bfloat16
 
@@ -142,12 +142,12 @@ def _pairs() -> Iterator[Check]:
     weight = Weight(to_device(codes), to_device(scales), 1.0)
     out = w4a16(to_device(np.eye(16).astype(bfloat16)), weight, _poisoned(16, 127)).host()
     bad = int((out != expected.T).sum())
-    yield Check(
+    yield KernelCheck(
         "all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {expected.size} differ"
     )
 
 
-def _w4a16(hopper: bool) -> Iterator[Check]:
+def _w4a16(hopper: bool) -> Iterator[KernelCheck]:
     for m, n, k in (
         (1, 272, 768),
         (8, 4096, 4096),
@@ -158,19 +158,19 @@ def _w4a16(hopper: bool) -> Iterator[Check]:
     ):
         for path in (("skinny",) if m <= 16 else ()) + ("tiled",) + (("wgmma",) if hopper else ()):
             worst = _error(*_case(m, n, k, m), path=path)
-            yield Check(
+            yield KernelCheck(
                 f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
             )
 
 
-def _repeats() -> Iterator[Check]:
+def _repeats() -> Iterator[KernelCheck]:
     for m in (1, 16, 64):
         x, codes, scales, ts = _case(m, 2048, 4096)
         weight = Weight(to_device(codes), to_device(scales), ts)
         xd = to_device(x)
         runs = [w4a16(xd, weight, _poisoned(m, 2048)).host() for _ in range(5)]
         same = all(bool((r == runs[0]).all()) for r in runs)
-        yield Check(f"W4A16 M={m} repeats to the bit", same, "5 runs")
+        yield KernelCheck(f"W4A16 M={m} repeats to the bit", same, "5 runs")
 
 
 def _w4a4_error(m: int, n: int, k: int, mode: str = "auto", fault: str | None = None) -> float:
@@ -182,37 +182,39 @@ def _w4a4_error(m: int, n: int, k: int, mode: str = "auto", fault: str | None = 
     return oracle.worst(out, exact, oracle.bound(exact, magnitude, k // 16, "float32"))
 
 
-def _w4a4(has_native: bool) -> Iterator[Check]:
+def _w4a4(has_native: bool) -> Iterator[KernelCheck]:
     for m, n, k in ((1, 64, 64), (33, 150, 80), (128, 256, 1040)):
         for mode in ("emulated", "native") if has_native else ("emulated",):
             worst = _w4a4_error(m, n, k, mode)
-            yield Check(
+            yield KernelCheck(
                 f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
             )
 
 
-def _codec() -> Iterator[Check]:
+def _codec() -> Iterator[KernelCheck]:
     """Compare the GPU's values with the C codec, if that is built here."""
     try:
         from annie_quant import nvfp4
     except ImportError:
         skipped = "not compared: annie_quant._nvfp4 is not built here (python setup.py build_ext --inplace)"
-        yield Check("GPU fake quant equals the C codec", None, skipped)
+        yield KernelCheck("GPU fake quant equals the C codec", None, skipped)
         return
     x = np.random.default_rng(3).standard_normal((64, 1024)).astype(np.float32)
     x[:8] = np.random.default_rng(4).choice([0.25, 0.75, 1.25, 2.5, 5.0, 6.0, 0.0], (8, 1024))
     ts = float(np.float32(np.abs(x).max()) / np.float32(2688))
     fake = fake_quant(to_device(x), ts).host()
     same = bool((fake == nvfp4.fake_quant(x, tensor_scale=ts)).all())
-    yield Check("GPU fake quant equals the C codec", same, "64 x 1024 of float32, including ties")
+    yield KernelCheck(
+        "GPU fake quant equals the C codec", same, "64 x 1024 of float32, including ties"
+    )
 
 
-def _controls() -> Iterator[Check]:
+def _controls() -> Iterator[KernelCheck]:
     """Negative controls: each planted fault must exceed the error bound."""
 
-    def control(kernel: str, fault: str, worst: float) -> Check:
+    def control(kernel: str, fault: str, worst: float) -> KernelCheck:
         detail = f"planted fault found at {worst:.0f} times the bound"
-        return Check(f"negative control {kernel} {fault}", worst > 1, detail)
+        return KernelCheck(f"negative control {kernel} {fault}", worst > 1, detail)
 
     for fault in PLANTED_FAULTS:
         yield control("W4A16", fault, _error(*_case(3, 64, 256), fault=fault))
@@ -221,17 +223,17 @@ def _controls() -> Iterator[Check]:
 
 # ---- what a GPU has for our kernels: machine code, and shared memory for the plans of a 9B's products and of experts
 
-Limits = tuple[
+DeviceLimits = tuple[
     int, int, int, bool, bool
 ]  # of _gemm: SMs, shared memory per block, major capability, wgmma, native FP4
-SPARK = (48, 101376, 12, False, True)  # of a GB10
-SHAPES = (
+SPARK_LIMITS = (48, 101376, 12, False, True)  # of a GB10
+PLANNED_SHAPES = (
     (24576, 4096),
     (4096, 12288),
     (8192, 4096),
     (248320, 4096),
 )  # [N, K] of a 9B, its head last
-TOKENS = (1, 8, 16, 64, 256, 4096)
+PLANNED_TOKENS = (1, 8, 16, 64, 256, 4096)
 
 
 def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]:
@@ -249,18 +251,18 @@ def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]
     return any(a.startswith((exact, "120f")) for a in built), listed
 
 
-def largest_need(limits: Limits) -> int:
+def largest_need(limits: DeviceLimits) -> int:
     """Return the most shared memory per block of the plans for a 9B's products.
 
     Raises CudaError where a product has none.
     """
     module = native()
     most = 0
-    for n, k in SHAPES:
-        for m in TOKENS:
+    for n, k in PLANNED_SHAPES:
+        for m in PLANNED_TOKENS:
             path, fields = module.plan(m, n, k, "auto", limits)
             most = max(most, module.plan_needs(m, n, k, path, fields, limits)[0])
-    for pairs in TOKENS:
+    for pairs in PLANNED_TOKENS:
         shape = (pairs * 8, 256, 8, 1024, 2048)
         most = max(
             most, module.grouped_needs(shape, module.plan_grouped(shape, 0, limits), limits)[0]
@@ -268,16 +270,18 @@ def largest_need(limits: Limits) -> int:
     return most
 
 
-def device_checks(info: Mapping[str, int | str]) -> Iterator[Check]:
+def device_checks(info: Mapping[str, int | str]) -> Iterator[KernelCheck]:
     """Check machine code and shared memory. info: of _gemm.device_info."""
     module = native()
-    limits: Limits = module.limits()
+    limits: DeviceLimits = module.limits()
     capability = f"{info['major']}.{info['minor']}"
     present, detail = machine_code(module.ARCHS, capability)
     if present is not None:
-        yield Check(f"machine code for {capability}", present and limits[4], detail)
+        yield KernelCheck(f"machine code for {capability}", present and limits[4], detail)
     try:
         need = largest_need(limits)
-        yield Check("shared memory", need <= limits[1], f"{need} of {limits[1]} bytes per block")
+        yield KernelCheck(
+            "shared memory", need <= limits[1], f"{need} of {limits[1]} bytes per block"
+        )
     except module.CudaError as error:
-        yield Check("shared memory", False, str(error.args[0]))
+        yield KernelCheck("shared memory", False, str(error.args[0]))

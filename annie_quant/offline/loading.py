@@ -32,7 +32,7 @@ from transformers import (
 
 from annie_quant import models
 from annie_quant.checkpoint import ModelFolder, dialects
-from annie_quant.checkpoint.chat_template import refused
+from annie_quant.checkpoint.chat_template import refusing_own_code
 from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
@@ -168,7 +168,7 @@ def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> N
 def one_line_errors(folder: Path) -> Iterator[None]:
     """Turn exceptions of transformers and torch about a folder into a CheckpointError or EnvironmentFault of one line."""
     try:
-        with refused(folder):
+        with refusing_own_code(folder):
             yield
     except AnnieError:
         raise
@@ -379,11 +379,11 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
         return pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-    if name not in vocabulary.STEPS.values():
+    if name not in vocabulary.STEP_KINDS.values():
         return None
     digits = (
         [pre_tokenizers.Digits(individual_digits=True)]
-        if name == vocabulary.STEPS["Digits", "ByteLevel"]
+        if name == vocabulary.STEP_KINDS["Digits", "ByteLevel"]
         else []
     )
     return pre_tokenizers.Sequence(

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from annie_quant.checkpoint.chat_template import refused
+from annie_quant.checkpoint.chat_template import refusing_own_code
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.models.formats import LARGEST_NVFP4, NVFP4
@@ -48,7 +48,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     answers = read_answers(job, progress)
     inputs = family.largest_of_input(amax)
     device, dtype = device_and_dtype(folder)
-    with refused(job.model):
+    with refusing_own_code(job.model):
         load: Any = transformers.AutoModelForCausalLM
         teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
         student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)

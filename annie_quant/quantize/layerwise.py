@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 
-from annie_quant.checkpoint.chat_template import refused
+from annie_quant.checkpoint.chat_template import refusing_own_code
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
@@ -197,7 +197,7 @@ class DecoderLayers:
         self.title = title
         self.device, self.dtype = device_and_dtype(folder)
         self.prefix = decoder_prefix(folder)
-        with refused(folder.path), torch.device("meta"):
+        with refusing_own_code(folder.path), torch.device("meta"):
             config = transformers.AutoConfig.from_pretrained(
                 folder.path, trust_remote_code=False
             ).get_text_config()

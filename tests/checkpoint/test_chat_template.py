@@ -138,10 +138,10 @@ def test_few_processes_are_kept_and_one_serves_all_copies_of_a_template(tokenize
     pid = last_pid()
     ChatTemplate(tokenizer, "y").render(CONVERSATIONS[1])
     assert last_pid() == pid
-    for number in range(chat_template.KEPT):
+    for number in range(chat_template.MAX_WORKERS):
         monkeypatch.setattr(tokenizer, "chat_template", f"{number}")
         assert ChatTemplate(tokenizer, "x").render(CONVERSATIONS[0]) == f"{number}"
-        assert len(chat_template._workers) <= chat_template.KEPT
+        assert len(chat_template._workers) <= chat_template.MAX_WORKERS
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -472,7 +472,7 @@ def test_an_unknown_tensor_and_tokenizer_are_refused(checkpoints, tmp_path):
     ):
         aq.checkpoint.convert(odd, "gguf", tmp_path / "x.gguf")
     with pytest.raises(CheckpointError, match="no name for"):
-        vocabulary.pre_tokenizer(
+        vocabulary.pre_tokenizer_name(
             vocabulary.Tokenizer(pre_tokenizer=vocabulary.PreTokenizer("Split", {"Regex": "a+"}))
         )
     with pytest.raises(CheckpointError, match=r"token id 9 and config.json a vocabulary of 5"):

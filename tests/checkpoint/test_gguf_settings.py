@@ -98,6 +98,6 @@ def test_a_byte_level_tokenizer_with_byte_fallback_is_not_a_sentencepiece_model(
     }
     tokenizer = msgspec.convert(content, vocabulary.Tokenizer)
     assert vocabulary.sentencepiece_scores(tokenizer, ["a", "b", "ab"]) is None
-    assert vocabulary.pre_tokenizer(tokenizer) == "smollm"
+    assert vocabulary.pre_tokenizer_name(tokenizer) == "smollm"
     tokenizer.pre_tokenizer = None
     assert vocabulary.sentencepiece_scores(tokenizer, ["a", "b", "ab"]) == [-1.0, -2.0, 0.0]

@@ -318,7 +318,7 @@ def test_a_failure_leaves_complete_shards_only_and_a_rerun_keeps_them(tmp_path):
         from annie_quant.checkpoint import Planned
 
         return [
-            Planned(n, header.NAMES[t.dtype], t.shape, load(n, t, fail and n == "c"))
+            Planned(n, header.DTYPE_NAMES[t.dtype], t.shape, load(n, t, fail and n == "c"))
             for n, t in arrays().items()
         ]
 

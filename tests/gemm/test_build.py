@@ -47,7 +47,7 @@ def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     monkeypatch.setitem(sys.modules, "annie_quant.nvfp4", None)  # its import fails
     (check,) = validate._codec()
     assert check.ok is None and check.detail.startswith("not compared")
-    passed = validate.Check("another", True, "")
+    passed = validate.KernelCheck("another", True, "")
     assert (
         validate.Validation({}, {}, [passed]).ok
         and not validate.Validation({}, {}, [passed, check]).ok

@@ -33,8 +33,8 @@ def test_native_code_is_found_by_architecture(
 
 @needs_module
 def test_a_gb10_has_the_shared_memory_that_its_plans_need() -> None:
-    assert DEVICES["GB10"] == validate.SPARK
-    assert 0 < validate.largest_need(validate.SPARK) <= validate.SPARK[1]
+    assert DEVICES["GB10"] == validate.SPARK_LIMITS
+    assert 0 < validate.largest_need(validate.SPARK_LIMITS) <= validate.SPARK_LIMITS[1]
 
 
 class OfDevice:

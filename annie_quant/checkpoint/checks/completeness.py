@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
 # outside of the layers; NORM is the last norm
-EMBEDDING = "embed_tokens"
-NORM = "norm"
-HEAD = "lm_head"
+EMBEDDING_MODULE = "embed_tokens"
+NORM_MODULE = "norm"
+HEAD_MODULE = "lm_head"
 MAX_LAYERS = 10_000
 # Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model
 # computes itself.
-OPTIONAL = (
+OPTIONAL_ENDS = (
     *QUANTIZED_SUFFIXES,
     ".input_scale",
     ".input_global_scale",
@@ -78,7 +78,7 @@ def decoder_layers(model: QuantizedFolder) -> dict[int, set[str]]:
     layers = defaultdict[int, set[str]](set)
     for name in [*model.unowned, *(f"{n}.weight" for n in model.linears)]:
         number = models.short_name(models.layer_of(name)).removeprefix("layers.")
-        if family.in_decoder(name) and number.isdecimal() and not name.endswith(OPTIONAL):
+        if family.in_decoder(name) and number.isdecimal() and not name.endswith(OPTIONAL_ENDS):
             layers[int(number)].add(module_in_layer(family, name))
     return layers
 
@@ -143,32 +143,32 @@ def kind_of_layer(family: models.Family, modules: set[str]) -> tuple[bool, bool,
 
 
 def check_outside(folder: ModelFolder) -> Iterator[Finding]:
-    """Check the embedding, the last norm and, where config.json states that it is not the embedding, the head."""
+    """Check the embedding, the last norm, and the head where it is not the embedding."""
     if not folder.text_config.get("num_hidden_layers") or not models.is_known(folder.config):
         return  # other families name them otherwise, such as Phi's final_layernorm
-    modules = {
-        models.short_name(n).rpartition(".")[0] for n in folder if not folder.family.is_auxiliary(n)
-    }
-    for name in (EMBEDDING, NORM) if may_be_tied(folder) else (EMBEDDING, NORM, HEAD):
+    expected = [EMBEDDING_MODULE, NORM_MODULE]
+    if not may_be_tied(folder):
+        expected.append(HEAD_MODULE)
+    decoder = [name for name in folder if not folder.family.is_auxiliary(name)]
+    modules = {models.short_name(name).rpartition(".")[0] for name in decoder}
+    for name in expected:
         if name not in modules:
             yield fault("decoder_incomplete", name, "missing")
 
 
 def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
-    """Check that each tensor of the source's decoder is there, in its own or in a quantized form."""
+    """Check that each tensor of the source's decoder is there, plain or quantized."""
     experts = folder.family.experts
-    tied = may_be_tied(folder)
-
-    def is_expected(name: str) -> bool:
-        optional = name.endswith(OPTIONAL) or (tied and models.short_name(name).startswith(HEAD))
+    lost = []
+    for name in source:
         routed = experts is not None and models.in_layer(name).startswith(f"{experts.module}.")
-        return not (optional or routed or source.family.is_auxiliary(name))
-
-    lost = [name for name in source if is_expected(name) and is_missing(folder, name)]
+        tied = models.short_name(name).startswith(HEAD_MODULE) and may_be_tied(folder)
+        optional = name.endswith(OPTIONAL_ENDS) or source.family.is_auxiliary(name)
+        if not (routed or tied or optional) and is_missing(folder, name):
+            lost.append(name)
     if lost:
-        yield fault(
-            "decoder_incomplete", lost[0], f"missing, as {len(lost)} tensors of the source are"
-        )
+        problem = f"missing, as {len(lost)} tensors of the source are"
+        yield fault("decoder_incomplete", lost[0], problem)
 
 
 def may_be_tied(folder: ModelFolder) -> bool:
@@ -176,8 +176,7 @@ def may_be_tied(folder: ModelFolder) -> bool:
 
     Classes have different defaults, so only an explicit False excludes it.
     """
-    stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
-    return stated is not False
+    return folder.ties_embedding is not False
 
 
 def is_missing(folder: ModelFolder, name: str) -> bool:
@@ -276,7 +275,7 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
     complete: do not report missing tensors: none is expected, or a missing one was reported.
     """
     folder = model.folder
-    family = model.folder.family
+    family = folder.family
     hidden = folder.text_config.get("hidden_size")
     for end, factors in family.mtp_shapes.items():
         name = f"{family.mtp}{end}"
@@ -290,8 +289,9 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
         if shape is not None and shape != expected:
             yield fault("mtp_shape", name, f"shape {list(shape)}, expected {list(expected or ())}")
     decoder: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for name in folder:
-        if family.in_decoder(name) and (shape := shape_of(model, name)):
+    for name in filter(family.in_decoder, folder):
+        shape = shape_of(model, name)
+        if shape:
             decoder[models.in_layer(name)].add(shape)
     if not complete:
         yield from check_mtp_layers(folder, set(decoder))
@@ -299,11 +299,8 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
         shapes = decoder.get(models.in_layer(name))
         shape = shape_of(model, name)
         if shapes and shape and shape not in shapes:
-            yield fault(
-                "mtp_shape",
-                name,
-                f"shape {list(shape)}, and the decoder's layers have {list(min(shapes))}",
-            )
+            expected_text = f"the decoder's layers have {list(min(shapes))}"
+            yield fault("mtp_shape", name, f"shape {list(shape)}, and {expected_text}")
 
 
 def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding]:
@@ -354,10 +351,10 @@ def shape_of(model: QuantizedFolder, name: str) -> tuple[int, ...] | None:
 # differ by about ten; activations by more, but an expert that saw no token has an input scale of
 # some epsilon.
 SCALE_RANGES = {"tensor": 100.0, "input": 1000.0}
-PACKED = ("U8", "I8", "F8_E4M3")
+PACKED_DTYPES = ("U8", "I8", "F8_E4M3")
 # Ends of the names of a merged tensor's codes, and of its block scales or scales per expert.
-CODES = ("", ".weight", "_packed", ".weight_packed", "_weight_packed")
-SCALES = ("_weight_scale", "_scale", ".weight_scale", "_scale_inv")
+MERGED_CODES_ENDS = ("", ".weight", "_packed", ".weight_packed", "_weight_packed")
+MERGED_SCALES_ENDS = ("_weight_scale", "_scale", ".weight_scale", "_scale_inv")
 
 
 def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
@@ -374,9 +371,9 @@ def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
     expected = folder.text_config.get(experts.count)
     for layer, names in sorted(weights.items()):
         module = f"{layer}.{experts.module}"
-        yield from check_numbers(module, experts, names, expected)
-        yield from check_formats(model, module, names)
-        yield from check_ranges(model, module, experts)
+        yield from check_expert_numbers(module, experts, names, expected)
+        yield from check_expert_formats(model, module, names)
+        yield from check_expert_ranges(model, module, experts)
     for name in folder:
         yield from check_router(folder, name, experts, expected)
     for name in sorted(model.linears):
@@ -392,7 +389,7 @@ def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
             yield from check_merged(model, name, base, expected)
 
 
-def check_numbers(
+def check_expert_numbers(
     module: str, experts: Experts, weights: list[str], expected: object
 ) -> Iterator[Finding]:
     """Check that the experts of a layer are 0..n-1, and that each has every linear.
@@ -419,7 +416,9 @@ def check_numbers(
         yield fault("expert_count", module, problem)
 
 
-def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> Iterator[Finding]:
+def check_expert_formats(
+    model: QuantizedFolder, module: str, weights: list[str]
+) -> Iterator[Finding]:
     """Check that all experts of a layer have one format.
 
     Servers run them as one matrix multiplication.
@@ -439,7 +438,7 @@ def check_formats(model: QuantizedFolder, module: str, weights: list[str]) -> It
         )
 
 
-def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Iterator[Finding]:
+def check_expert_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Iterator[Finding]:
     """Check that no expert's scale is far from those of the layer's other experts."""
     scale_of = {"tensor": Linear.tensor_scale, "input": Linear.input_scale}
     for kind, limit in SCALE_RANGES.items():
@@ -471,7 +470,7 @@ def check_router(
     if models.in_layer(name) != f"{experts.router}.weight" or not isinstance(expected, int):
         return
     info = folder.info(name)
-    if len(info.shape) == 2 and info.dtype not in PACKED and info.shape[0] != expected:
+    if len(info.shape) == 2 and info.dtype not in PACKED_DTYPES and info.shape[0] != expected:
         problem = f"a router for {info.shape[0]} experts, and the configuration has {expected}"
         yield fault("expert_count", name, problem)
 
@@ -490,8 +489,8 @@ def check_merged(
         yield fault(
             "expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}"
         )
-    if info.dtype in PACKED:
-        scale = next((base + end for end in SCALES if base + end in folder), None)
+    if info.dtype in PACKED_DTYPES:
+        scale = next((base + end for end in MERGED_SCALES_ENDS if base + end in folder), None)
         about = name
         problem = ""
         if scale is None:
@@ -523,5 +522,5 @@ def codes_base(folder: ModelFolder, name: str, experts: Experts) -> str | None:
     """
     if len(folder.info(name).shape) != 3:
         return None
-    bases = (name.removesuffix(end) for end in CODES if name.endswith(end))
+    bases = (name.removesuffix(end) for end in MERGED_CODES_ENDS if name.endswith(end))
     return next((b for b in bases if experts.merged_part(b)), None)

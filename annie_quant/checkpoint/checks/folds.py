@@ -36,8 +36,12 @@ FP8_STEP = 2.0**-4  # half a step of E4M3, relative
 SUBNORMAL_SCALE = (
     2.0**-6
 )  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
-CERTAIN = 0.4  # columns whose rounding explains less than this show how factors depend on scales
-LEAST_SPREAD = 0.05  # standard deviation of log(scale) from which that dependence can be measured
+MAX_CERTAIN_ROUNDING = (
+    0.4  # columns whose rounding explains less than this show how factors depend on scales
+)
+MIN_LOG_SCALE_SPREAD = (
+    0.05  # standard deviation of log(scale) from which that dependence can be measured
+)
 # Slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
 MAX_DEPENDENCE = 0.25
 
@@ -70,10 +74,10 @@ class Fit:
 
         0 where scales or rounding do not allow to measure it.
         """
-        certain = (self.allowed < CERTAIN) & (self.columns > 0) & (self.scales > 0)
+        certain = (self.allowed < MAX_CERTAIN_ROUNDING) & (self.columns > 0) & (self.scales > 0)
         x = np.log(self.scales[certain])
         y = np.log(self.columns[certain])
-        if len(x) < 8 or x.std() < LEAST_SPREAD:
+        if len(x) < 8 or x.std() < MIN_LOG_SCALE_SPREAD:
             return 0.0
         x = x - x.mean()
         return float(x @ (y - y.mean()) / (x @ x))
@@ -268,7 +272,7 @@ class LayerCheck:
                 problem = "folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right"
                 yield fault("fold_plus_one", norm, problem)
             else:
-                problem = f"does not cancel the input scale of {reader}: {described(result)}"
+                problem = f"does not cancel the input scale of {reader}: {describe_fit(result)}"
                 yield fault("fold_mismatch", norm, problem)
             return
 
@@ -324,7 +328,7 @@ class LayerCheck:
             how = (
                 f"all of it is {uniform:.3g} times the source's"
                 if result.sound
-                else described(result)
+                else describe_fit(result)
             )
             problem = f"its input scale is not cancelled by the rows of {producer}: {how}"
             yield fault("fold_mismatch", consumer, problem)
@@ -350,7 +354,7 @@ class LayerCheck:
             )
 
 
-def described(result: Fit) -> str:
+def describe_fit(result: Fit) -> str:
     """Return how the farthest column differs, or that the factors follow the scales."""
     j = result.worst
     factor = result.columns[j]

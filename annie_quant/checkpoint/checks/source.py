@@ -132,7 +132,7 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
                 problem = f"{list(here.shape)} here, {list(there.shape)} in the source"
                 result.findings.append(fault("source_shape", name, problem))
             continue
-        if family.in_vision(name) or same_bytes(folder, name, source, original):
+        if family.in_vision(name) or equal_bytes(folder, name, source, original):
             continue  # vision is compared byte for byte (completeness.py)
         ours = float32(folder, name)
         theirs = float32(source, original)
@@ -176,12 +176,12 @@ def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def same_tensor(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
     """Return whether two tensors have one shape, one type, and the same bytes."""
-    return folder.info(name).shape == source.info(original).shape and same_bytes(
+    return folder.info(name).shape == source.info(original).shape and equal_bytes(
         folder, name, source, original
     )
 
 
-def same_bytes(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
+def equal_bytes(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
     """Return whether two tensors of one shape are equal byte for byte, without copying either."""
     if folder.info(name).dtype != source.info(original).dtype:
         return False

@@ -25,7 +25,7 @@ from annie_quant.documents import Finding, TensorRow
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
-CHUNK_BYTES = 1 << 24
+CODES_PIECE_BYTES = 1 << 24
 # Smaller bytes are subnormal (below 2^-6): they have fewer bits, and vLLM's Marlin kernels read
 # them as 0 (#34577, #37502).
 SMALLEST_NORMAL = 0x08
@@ -159,7 +159,9 @@ def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
         scale_min=int(magnitude.min(initial=nvfp4.E4M3_NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )
-    step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
+    step = max(
+        1, CODES_PIECE_BYTES // max(1, codes[:1].nbytes)
+    )  # so that temporary arrays stay small
     for start in range(0, len(codes), step):
         filled = filled_blocks(codes[start : start + step], group)
         piece = magnitude[start : start + step]

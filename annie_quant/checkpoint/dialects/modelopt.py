@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -35,7 +34,6 @@ from annie_quant.models.formats import GROUP, LARGEST_E4M3, MIXED, Format
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.json names it
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def matches(folder: ModelFolder) -> bool:
@@ -318,4 +316,6 @@ def fp8_scale(amax: float) -> np.float32:
 
 def fp8_codes(weight: np.ndarray, scale: np.float32 | np.ndarray) -> np.ndarray:
     """Return the E4M3 codes of a weight under a multiplier, or one per row [n, 1], as ModelOpt rounds an FP8 linear's weight."""
-    return np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
+    return np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3).astype(
+        nvfp4.E4M3
+    )

@@ -25,7 +25,7 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.models import qwen3_5
 from annie_quant.models.family import DeltaNet, GGUFNames
 
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 REQUIRED_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -37,7 +37,7 @@ REQUIRED_HYBRID = (
     "linear_conv_kernel_dim",
 )
 ROPE_KINDS = ("default", "mrope", "linear", "llama3")
-HINT = "copy config.json from the source checkpoint"
+CONFIG_HINT = "copy config.json from the source checkpoint"
 
 
 class Rope(msgspec.Struct):
@@ -56,7 +56,7 @@ class Rope(msgspec.Struct):
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
-    original_max_position_embeddings: Count = 8192
+    original_max_position_embeddings: PositiveInt = 8192
     full_attention: Rope | None = None
     sliding_attention: Rope | None = None
 
@@ -71,32 +71,32 @@ class GgufSettings(msgspec.Struct):
     The linear_* fields are required of models with DeltaNet layers, and have no meaning for others.
     """
 
-    vocab_size: Count
-    hidden_size: Count
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
     num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    max_position_embeddings: Count
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    max_position_embeddings: PositiveInt
     rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)]
-    linear_num_key_heads: Count = 1
-    linear_num_value_heads: Count = 1
-    linear_key_head_dim: Count = 1
-    linear_value_head_dim: Count = 1
-    linear_conv_kernel_dim: Count = 1
-    head_dim: Count | None = None
-    intermediate_size: Count | None = None
+    linear_num_key_heads: PositiveInt = 1
+    linear_num_value_heads: PositiveInt = 1
+    linear_key_head_dim: PositiveInt = 1
+    linear_value_head_dim: PositiveInt = 1
+    linear_conv_kernel_dim: PositiveInt = 1
+    head_dim: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
     num_experts: Annotated[int, Meta(ge=1, le=1 << 14)] | None = None
     num_experts_per_tok: Annotated[int, Meta(ge=1, le=1 << 14)] | None = None
-    moe_intermediate_size: Count | None = None
-    shared_expert_intermediate_size: Count | None = None
-    full_attention_interval: Count | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    shared_expert_intermediate_size: PositiveInt | None = None
+    full_attention_interval: PositiveInt | None = None
     layer_types: list[str] | None = None
     mtp_num_hidden_layers: Annotated[int, Meta(ge=0, le=1000)] | None = None
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Fraction | None = None
-    sliding_window: Count | None = None
+    sliding_window: PositiveInt | None = None
     rope_local_base_freq: Positive | None = None
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
@@ -148,9 +148,9 @@ def read_settings(folder: ModelFolder) -> GgufSettings:
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
-            raise CheckpointError(f"{where}: {absent} is missing", HINT)
+            raise CheckpointError(f"{where}: {absent} is missing", CONFIG_HINT)
     return documents.convert(
-        GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT
+        GgufSettings, folder.text_config, where, error=CheckpointError, hint=CONFIG_HINT
     )
 
 
@@ -167,18 +167,18 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     layers = settings.num_hidden_layers
     if settings.layer_types is not None and len(settings.layer_types) != layers:
         raise CheckpointError(
-            f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT
+            f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", CONFIG_HINT
         )
     if settings.linear_num_value_heads % settings.linear_num_key_heads:
         message = f"{where}: linear_num_value_heads {settings.linear_num_value_heads} is not a multiple of"
         raise CheckpointError(
-            f"{message} linear_num_key_heads {settings.linear_num_key_heads}", HINT
+            f"{message} linear_num_key_heads {settings.linear_num_key_heads}", CONFIG_HINT
         )
     check_windows(folder, settings, where)
     required = REQUIRED_MIXTURE if folder.family.experts else ("intermediate_size",)
     missing = next((field for field in required if getattr(settings, field) is None), None)
     if missing:
-        raise CheckpointError(f"{where}: {missing} is missing", HINT)
+        raise CheckpointError(f"{where}: {missing} is missing", CONFIG_HINT)
     # Qwen3.5's layers include those of the dense families; a name that a model does not have is
     # never looked up.
     expected = qwen3_5.tensor_shapes(settings)
@@ -198,7 +198,8 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
             number = short.split(".")[1]
             if not number.isdecimal() or int(number) >= layers:
                 raise CheckpointError(
-                    f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT
+                    f"{where}: num_hidden_layers {layers}, and there is a tensor {name}",
+                    CONFIG_HINT,
                 )
             numbers.add(int(number))
         experts = folder.family.experts
@@ -209,11 +210,13 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
             n is not None and n != s for n, s in zip(needed, shape, strict=True)
         ):
             raise CheckpointError(
-                f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT
+                f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}",
+                CONFIG_HINT,
             )
     if len(numbers) != layers:
         raise CheckpointError(
-            f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT
+            f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors",
+            CONFIG_HINT,
         )
 
 
@@ -245,7 +248,8 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
     ):
         if differs:
             raise CheckpointError(
-                f"{where}: {what} is not what llama.cpp computes {folder.family.name} with", HINT
+                f"{where}: {what} is not what llama.cpp computes {folder.family.name} with",
+                CONFIG_HINT,
             )
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 # Bytes of a value, by its type: 8 bits, 16 bits, 32 bits, a bool, 64 bits.
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING = 8
 ARRAY = 9
-NVFP4 = 40  # of ggml_type
+GGML_NVFP4 = 40  # of ggml_type
 MAX_DIMENSIONS = 8
 MAX_NESTING = 4  # arrays of arrays
 MAX_NAME_BYTES = 1000  # of a key or a tensor's name that is looked at
@@ -76,13 +76,13 @@ class _Cursor:
         elif kind == ARRAY and depth < MAX_NESTING:
             inner = self.number("<I")
             count = self.number("<Q")
-            if inner in SIZES:
-                self.skip(count * SIZES[inner])
+            if inner in VALUE_BYTES:
+                self.skip(count * VALUE_BYTES[inner])
             else:  # every value takes at least one byte, so the end of the file stops the loop
                 for _ in range(count):
                     self.skip_value(inner, depth + 1)
-        elif kind in SIZES:
-            self.skip(SIZES[kind])
+        elif kind in VALUE_BYTES:
+            self.skip(VALUE_BYTES[kind])
         else:
             raise ValueError(f"unknown value type {kind} at byte {self.position}")
 
@@ -133,14 +133,14 @@ def _read_header(cursor: _Cursor) -> GgufHeader:
 def check_served_by_llama_cpp(path: Path) -> None:
     """Raise CheckpointError for a file that is damaged, or that llama.cpp computes wrongly."""
     header = read_header(path)
-    if NVFP4 not in header.types.values():
+    if GGML_NVFP4 not in header.types.values():
         return
     for family in models.families():
         if family.gguf and family.gguf.architecture == header.architecture:
-            check_nvfp4(family.gguf, header.types, path)
+            refuse_wrong_nvfp4(family.gguf, header.types, path)
 
 
-def check_nvfp4(names: GGUFNames, tensors: Iterable[str], where: Path) -> None:
+def refuse_wrong_nvfp4(names: GGUFNames, tensors: Iterable[str], where: Path) -> None:
     """Raise CheckpointError where llama.cpp does not compute NVFP4.
 
     tensors: the names of all tensors, of a folder or of a GGUF file.

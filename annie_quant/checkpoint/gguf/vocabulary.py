@@ -29,9 +29,9 @@ PRE_TOKENIZERS = {
 }
 # Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's
 # expression is part of ByteLevel.
-STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+STEP_KINDS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-HINT = "copy the tokenizer's files from the source checkpoint"
+TOKENIZER_HINT = "copy the tokenizer's files from the source checkpoint"
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NORMAL = 1
 CONTROL = 3
@@ -90,13 +90,13 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
             "copy it from the source checkpoint",
         )
     tokenizer = documents.convert(
-        Tokenizer, content, "tokenizer.json", error=CheckpointError, hint=HINT
+        Tokenizer, content, "tokenizer.json", error=CheckpointError, hint=TOKENIZER_HINT
     )
     tokens, types = tokens_and_types(tokenizer, vocab_size)
     scores = sentencepiece_scores(tokenizer, tokens)
     if scores is None:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+        writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     else:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -116,7 +116,7 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
         message = f"{folder.path}: its tokenizer cannot be stored ({reason})"
-        raise ShardError("tokenizer_unknown", message, HINT) from None
+        raise ShardError("tokenizer_unknown", message, TOKENIZER_HINT) from None
 
 
 def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
@@ -125,7 +125,9 @@ def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], 
     Ids without a token are padded, as llama.cpp's converter does.
     """
     if tokenizer.model is None:
-        raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
+        raise ShardError(
+            "tokenizer_unknown", "tokenizer.json has no model with a vocabulary", TOKENIZER_HINT
+        )
     by_id = {i: (token, NORMAL) for token, i in tokenizer.model.vocab.items()}
     for added in tokenizer.added_tokens:
         text = added.content
@@ -167,7 +169,7 @@ def steps_of(tokenizer: Tokenizer) -> list[PreTokenizer]:
     return [outer] if outer.pretokenizers is None else outer.pretokenizers
 
 
-def pre_tokenizer(tokenizer: Tokenizer) -> str:
+def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
     steps = steps_of(tokenizer)
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
@@ -175,12 +177,12 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
         return PRE_TOKENIZERS[expressions[0]]
     kinds = tuple(step.type for step in steps)
     if (
-        kinds in STEPS
+        kinds in STEP_KINDS
         and steps[-1].use_regex
         and all(s.individual_digits for s in steps if s.type == "Digits")
     ):
-        return STEPS[kinds]
-    hint = f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEPS.values()])}"
+        return STEP_KINDS[kinds]
+    hint = f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEP_KINDS.values()])}"
     raise ShardError(
         "tokenizer_unknown",
         "tokenizer.json splits text in a way that llama.cpp has no name for",

@@ -28,7 +28,7 @@ from annie_quant.checkpoint.gguf.layout import (
     keeps_float32,
     read_settings,
 )
-from annie_quant.checkpoint.gguf.reader import check_nvfp4
+from annie_quant.checkpoint.gguf.reader import refuse_wrong_nvfp4
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
 PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded
-TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")
+GGUF_TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 # In llama-quant.cpp the larger mixtures differ from Q4_K_M in the type of most tensors. Q5_K has a
 # fallback for rows that are not a multiple of 256 (Q5_1), which is not written here.
 LARGER: dict[str, dict[str, str | None]] = {
@@ -82,11 +82,11 @@ def type_of(type: str | None, model: QuantizedFolder) -> str:
         computes_nvfp4 = names is None or names.computes_nvfp4(folder)
         return "NVFP4" if model.nvfp4 and computes_nvfp4 else "BF16"
     kind = type.upper()
-    if kind not in TYPES:
+    if kind not in GGUF_TYPES:
         message = f"{type!r} is not a type that is written here"
-        raise UsageError(message, f"choose one of: {', '.join(TYPES)}")
+        raise UsageError(message, f"choose one of: {', '.join(GGUF_TYPES)}")
     if kind == "NVFP4" and names:
-        check_nvfp4(names, folder, folder.path)
+        refuse_wrong_nvfp4(names, folder, folder.path)
     return kind
 
 
@@ -158,7 +158,7 @@ class GgufPlan:
         others = []
         for name in self.model.weights:
             (of_experts if experts and experts.split(name) else others).append(name)
-        for stored, stack in stacks(self.model.folder, self.layout, of_experts).items():
+        for stored, stack in expert_stacks(self.model.folder, self.layout, of_experts).items():
             yield from self._tensor(stored, stack, stacked=True)
         for name in others:
             stored_name = self.layout.name(name)
@@ -250,7 +250,7 @@ class GgufPlan:
                 step = max(1, len(array))
             for start in range(0, len(array), step):
                 piece = array[start : start + step]
-                yield encode(self.layout.transform(name, piece), kind, stored)
+                yield encode_ggml(self.layout.transform(name, piece), kind, stored)
                 if linear is None:
                     row_bytes = piece[0].nbytes
                     folder.release(name, start * row_bytes, (start + len(piece)) * row_bytes)
@@ -282,7 +282,7 @@ class GgufPlan:
         return blocks
 
 
-def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
+def encode_ggml(array: np.ndarray, kind: str, name: str) -> np.ndarray:
     """Return an array as the bytes of one ggml type, in the same shape for a type of plain numbers."""
     if kind == "BF16":
         return array.astype(ml_dtypes.bfloat16, copy=False).view(np.uint16)
@@ -299,7 +299,9 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
 # ---- experts: llama.cpp has one tensor [experts, out, in] per linear, gate and up apart (conversion/qwen.py, Qwen2MoeModel)
 
 
-def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[str, list[str]]:
+def expert_stacks(
+    folder: ModelFolder, layout: Layout, names: Iterable[str]
+) -> dict[str, list[str]]:
     """Return name in the file → the weights of all experts that it holds, in order.
 
     names: of weights of single experts, those inside merged tensors included.

@@ -120,77 +120,60 @@ def write_folder(
     plan: list[Planned],
     settings: QuantSettings | None,
     to: str,
+    loss: list[str],
     out: ConversionOutput,
-) -> tuple[Path, int]:
-    """Write the planned tensors, the settings and the small files.
-
-    Return the new folder, and the bytes of its shards.
-    """
-    target = out.path or folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
+) -> Conversion:
+    """Write the planned tensors, the settings and the small files."""
+    home = folder.path.resolve()
+    target = out.path or home.with_name(f"{home.name}-{to}")
     key = {"to": to, "source": writer.source_key(folder), "shard_bytes": out.shard_bytes}
     with writer.staged(target, key, out.force, inputs=(folder.path,)) as part:
         shards = writer.write(part, plan, out.shard_bytes, out.progress, resume=True)
-        size_bytes = sum(s.stat().st_size for s in shards)
+        size_bytes = sum(shard.stat().st_size for shard in shards)
         writer.copy_small_files(folder, part)
         writer.write_settings(part, folder.config, settings)
-    return target, size_bytes
+    return Conversion(str(target), size_bytes, len(plan), loss)
 
 
 def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
-    """Write a folder whose quantized linears are bf16 numbers, rounded from the values of their codes."""
+    """Write a folder whose quantized linears are bf16 numbers, rounded from their values."""
     folder = model.folder
-    linears = model.linears
 
     def numbers(linear: Linear) -> Iterator[np.ndarray]:
         weight = linear.dequantize(folder)
         folder.release(linear.weight)
         rows = max(1, FLOAT32_PIECE_BYTES // max(1, weight[:1].nbytes))
-        return (
-            weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows)
-        )
+        for start in range(0, len(weight), rows):
+            yield weight[start : start + rows].astype(ml_dtypes.bfloat16)
 
-    plan = [
-        Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x))
-        for n, x in linears.items()
-    ]
-    plan += [
-        writer.copied(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))
-    ]
-    target, size_bytes = write_folder(folder, plan, None, UNQUANTIZED, out)
-    loss = [f"{len(linears)} quantized linears became bf16 numbers"]
-    scales = sum(n.endswith(KV_ENDS) for n in folder)
+    plan = []
+    for name, linear in model.linears.items():
+        load = partial(numbers, linear)
+        plan.append(Planned(f"{name}.weight", "BF16", linear.shape(folder), load))
+    for name in model.unowned:
+        if not name.endswith((*KV_ENDS, *QUANTIZER)):
+            plan.append(writer.copied(folder, name))
+    loss = [f"{len(model.linears)} quantized linears became bf16 numbers"]
+    scales = sum(name.endswith(KV_ENDS) for name in folder)
     if scales:
         loss.append(f"{scales} KV scales were dropped")
-    return Conversion(str(target), size_bytes, len(plan), loss)
+    return write_folder(folder, plan, None, UNQUANTIZED, loss, out)
 
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
     folder = model.folder
-    linears = model.linears
     config = model.config
     dialect = dialects.WRITTEN[to]
-    for x in linears.values():
-        if x.format == "fp8":
-            x.check_fp8_scale(folder)
-    blocks = next((x.name for x in linears.values() if x.block), None)
-    if blocks:
-        command = f"annie-quant convert {folder.path} --to {UNQUANTIZED}"
-        raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)
-    awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
-    if awq:
-        hint = "make it plain NVFP4 first: annie-quant audit --repair"
-        raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)
-    groups = {x.group(folder) for x in model.nvfp4}
-    if len(groups) > 1:
-        raise CheckpointError(
-            f"{folder.path}: linears differ in group size, {sorted(groups)}",
-            "see annie-quant audit",
-        )
+    group = check_convertible(model, to)
     kv_names = scales_to_keep(folder, config)
-    plan = [t for x in linears.values() for t in dialect.tensors(x, folder)]
-    dropped = list[str]()
-    excluded = set[str]()
+    plan = []
+    formats = {}
+    for name, linear in model.linears.items():
+        plan += dialect.tensors(linear, folder)
+        formats[name] = stored_format(linear, folder)
+    dropped = []
+    excluded = set()
     for name in model.unowned:
         layer = models.layer_of(name)
         if name.endswith(KV_ENDS):
@@ -200,22 +183,48 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
         elif name.endswith(QUANTIZER):
             dropped.append(name)
         else:
-            excluded |= {module} if (module := excluded_module(folder, name)) else set()
+            excluded.add(excluded_module(folder, name))
             plan.append(writer.copied(folder, name))
-    # Without scales, the scheme of compressed-tensors would promise calibrated ones.
-    lost_cast = config.kv_cache == "FP8" and to == "compressed-tensors" and not kv_names
-    formats = {n: stored_format(x, folder) for n, x in linears.items()}
-    kv_cache = None if lost_cast else config.kv_cache
-    settings = dialect.settings(formats, sorted(excluded), next(iter(groups), 16), kv_cache)
-    target, size_bytes = write_folder(folder, plan, settings, to, out)
     loss = []
-    if any(x.reciprocal != (to == "compressed-tensors") for x in model.nvfp4):
+    has_divisors = to == "compressed-tensors"
+    if any(linear.reciprocal != has_divisors for linear in model.nvfp4):
         loss.append("global scales are reciprocals: at most one unit in the last place of float32")
     if dropped:
         loss.append(f"{len(dropped)} quantizer tensors were dropped: {', '.join(dropped[:3])}")
-    if lost_cast:
+    kv_cache = config.kv_cache
+    # Without scales, the scheme of compressed-tensors would promise calibrated ones.
+    if kv_cache == "FP8" and has_divisors and not kv_names:
+        kv_cache = None
         loss.append("the KV cache's cast to FP8 without scales: serve with --kv-cache-dtype fp8")
-    return Conversion(str(target), size_bytes, len(plan), loss)
+    modules = sorted(module for module in excluded if module)
+    settings = dialect.settings(formats, modules, group, kv_cache)
+    return write_folder(folder, plan, settings, to, loss, out)
+
+
+def check_convertible(model: QuantizedFolder, to: str) -> int:
+    """Return the columns per block scale, 16 without NVFP4.
+
+    Raises CheckpointError where the dialect `to` cannot hold a linear.
+    """
+    folder = model.folder
+    linears = model.linears.values()
+    for linear in linears:
+        if linear.format == "fp8":
+            linear.check_fp8_scale(folder)
+    for linear in linears:
+        if linear.block:
+            message = f"{linear.name}: {to} is not written with FP8 in blocks"
+            command = f"annie-quant convert {folder.path} --to {UNQUANTIZED}"
+            raise CheckpointError(message, command)
+    for linear in linears:
+        if linear.pre_quant:
+            message = f"{linear.pre_quant}: {to} has no activation scales (NVFP4_AWQ)"
+            raise CheckpointError(message, "make it plain NVFP4 first: annie-quant audit --repair")
+    groups = {linear.group(folder) for linear in model.nvfp4}
+    if len(groups) > 1:
+        message = f"{folder.path}: linears differ in group size, {sorted(groups)}"
+        raise CheckpointError(message, "see annie-quant audit")
+    return groups.pop() if groups else 16
 
 
 # ---- to GGUF
@@ -225,29 +234,29 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     """Write a folder as a GGUF file."""
     from annie_quant.checkpoint.gguf.writer import type_of, write_gguf
 
-    folder = model.folder
     kind = type_of(type, model)
-    target = out.path or folder.path.resolve().parent
+    home = model.folder.path.resolve()
+    target = out.path or home.parent
     if target.is_dir():
-        target = target / f"{folder.path.resolve().name}-{kind}.gguf"
-    writer.check_inputs(target, folder.path.iterdir())
+        target = target / f"{home.name}-{kind}.gguf"
+    writer.check_inputs(target, model.folder.path.iterdir())
     if target.exists() and not out.force:
         raise UsageError(f"{target} exists", "choose another --output, or add --force")
     plan = write_gguf(model, target, kind, out.progress)
-    eight_bit = sum(e.type == "Q8_0" for e in plan.entries) if kind == "NVFP4" else 0
+    eight_bit = sum(entry.type == "Q8_0" for entry in plan.entries) if kind == "NVFP4" else 0
     numbers = len(plan.dequantized) - eight_bit
-    loss = [f"{numbers} quantized linears became 16-bit numbers"] if numbers else []
+    loss = []
+    if numbers:
+        loss.append(f"{numbers} quantized linears became 16-bit numbers")
     if eight_bit:
-        loss.append(
-            f"{eight_bit} FP8 linears became Q8_0, which rounds them once more: llama.cpp has no FP8"
-        )
+        reason = "which rounds them once more: llama.cpp has no FP8"
+        loss.append(f"{eight_bit} FP8 linears became Q8_0, {reason}")
     if type is None and kind == "BF16" and model.nvfp4:
         architecture = plan.layout.names.architecture
         loss[0] += f": llama.cpp does not compute NVFP4 in {architecture}"
     if plan.left_out:
-        loss.append(
-            f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)"
-        )
+        reason = "are not part of a text model's file (vision, KV scales)"
+        loss.append(f"{len(plan.left_out)} tensors {reason}")
     size_bytes = target.stat().st_size
     return Conversion(
         str(target), size_bytes, len(plan.entries), loss, kind, plan.left_out, plan.dequantized

@@ -173,47 +173,49 @@ def config_in_form(
     config: JsonObject, forms: tuple[Form, ...], multimodal: bool, source: ModelFolder | None
 ) -> tuple[JsonObject, list[str]]:
     """Return config.json in the form of the copy, and what was changed."""
-    actions = list[str]()
-    text = forms[0]
     form = forms[multimodal]
-    old = {field: config.get(field) for field in ("model_type", "architectures")}
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
-    if multimodal and inner is None:
-        inner = {
-            k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")
-        }
-        outer = {k: v for k, v in config.items() if k in OUTER}
-        vision = source.config.get("vision_config") if source else None
-        outer |= {"vision_config": vision} if vision is not None else {}
-        config = {**outer, "text_config": {**inner, "model_type": text.model_type}}
-        actions.append("config.json: text settings moved into text_config")
-    elif not multimodal and inner is not None:
-        config = {k: v for k, v in config.items() if k in OUTER and k != "vision_config"} | inner
-        actions.append("config.json: text_config's settings moved to the top")
     new = {"model_type": form.model_type, "architectures": [form.class_name]}
-    actions += [f"config.json: {f} {old[f]} → {new[f]}" for f in new if old[f] != new[f]]
-    return config | new, actions
+    changes = []
+    for field, value in new.items():
+        if config.get(field) != value:
+            changes.append(f"config.json: {field} {config.get(field)} → {value}")
+    actions = []
+    inner = config.get("text_config")
+    has_inner = isinstance(inner, dict)
+    outer = {field: value for field, value in config.items() if field in OUTER}
+    if multimodal and not has_inner:
+        vision = source.config.get("vision_config") if source else None
+        if vision is not None:
+            outer["vision_config"] = vision
+        inner = {field: value for field, value in config.items() if field not in (*OUTER, *new)}
+        config = outer | {"text_config": inner | {"model_type": forms[0].model_type}}
+        actions.append("config.json: text settings moved into text_config")
+    elif not multimodal and has_inner:
+        outer.pop("vision_config", None)
+        config = outer | inner
+        actions.append("config.json: text_config's settings moved to the top")
+    return config | new, actions + changes
 
 
 def renamed_files(
     folder: ModelFolder, multimodal: bool, style: str | None, source: ModelFolder | None
 ) -> tuple[dict[str, JsonObject], list[str]]:
-    """Return the files with renamed classes, and the processor's settings that a multimodal form needs."""
-    files = dict[str, JsonObject]()
-    actions = list[str]()
+    """Return the files with renamed classes, and the processor's settings of a multimodal form."""
+    files: dict[str, JsonObject] = {}
+    actions = []
     if multimodal and not (folder.path / PREPROCESSOR).exists():
         original = source.json(PREPROCESSOR) if source else None
         files[PREPROCESSOR] = original or dict(folder.family.preprocessor_stub)
-        actions.append(
-            f"{PREPROCESSOR} {'taken from the source' if original else 'written as a stub for text'}"
-        )
-    side = STYLES.index(style) if style else 0
-    for file in CLASS_FILES if style else ():
-        settings = files.get(file) or folder.json(file)
-        if settings is None:
-            continue
-        for field, names in folder.family.renamed_classes.items():
-            if settings.get(field) == names[1 - side]:
-                files[file] = settings = settings | {field: names[side]}
-                actions.append(f"{file}: {field} {names[1 - side]} → {names[side]}")
+        origin = "taken from the source" if original else "written as a stub for text"
+        actions.append(f"{PREPROCESSOR} {origin}")
+    if style is None:
+        return files, actions
+    for file in CLASS_FILES:
+        settings = files.get(file) or folder.json(file) or {}
+        for field, (old_name, new_name) in folder.family.renamed_classes.items():
+            other, wanted = (new_name, old_name) if style == "old" else (old_name, new_name)
+            if settings.get(field) == other:
+                settings = settings | {field: wanted}
+                files[file] = settings
+                actions.append(f"{file}: {field} {other} → {wanted}")
     return files, actions

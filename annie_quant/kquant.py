@@ -137,7 +137,10 @@ def q4_k_m_type(
 
 
 def _more_bits(layer: int, n_layers: int) -> bool:
-    """Return whether a layer is in the first or last eighth, or every third one between (llama-quant.cpp, use_more_bits)."""
+    """Return whether a layer is in the first or last eighth, or every third one between.
+
+    Source: llama-quant.cpp, use_more_bits.
+    """
     return layer < n_layers // 8 or layer >= 7 * n_layers // 8 or (layer - n_layers // 8) % 3 == 2
 
 

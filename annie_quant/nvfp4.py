@@ -280,7 +280,10 @@ _scale_of = tensor_scale  # for the functions that have a parameter of the same 
 
 
 def global_scale(amax: float, dtype: DTypeLike = np.float32) -> np.float32:
-    """Return compressed-tensors' divisor, 2688 / amax, in the arithmetic of its observers (in the weight's dtype)."""
+    """Return compressed-tensors' divisor, 2688 / amax.
+
+    The arithmetic is that of its observers, in the weight's dtype.
+    """
     kind = np.dtype(dtype)
     if not np.isfinite(np.float32(amax)) or amax < 0:
         raise ValueError(f"amax {amax}, expected a finite number >= 0")
@@ -493,7 +496,7 @@ def _block_shapes(
 
 
 def _parts(t: Tensor) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Return codes and scales as contiguous bytes, and the shape, after a check that they fit together."""
+    """Return codes and scales as contiguous bytes, and the shape. They must fit together."""
     codes = byte_array(t.codes, "codes")
     scales = byte_array(t.block_scale, "block_scale")
     shape = tuple(int(n) for n in t.shape)

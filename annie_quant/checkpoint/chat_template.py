@@ -106,7 +106,9 @@ class ChatTemplate:
 
 
 def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
-    """Return the message with the arguments of its tool calls as objects, which Qwen3.5's template needs.
+    """Return the message with the arguments of its tool calls as objects.
+
+    Qwen3.5's template needs them.
 
     Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call
     that has its fields directly also gets them as `function`, as other templates read it.
@@ -230,7 +232,7 @@ MAX_FILE_BYTES = 100 << 20
 
 @contextlib.contextmanager
 def loading_tokenizer(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for the many types of errors that transformers raises for a tokenizer's files."""
+    """Raise CheckpointError for the many errors that transformers raises for tokenizer files."""
     try:
         with refusing_own_code(folder):
             yield
@@ -248,7 +250,10 @@ def loading_tokenizer(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_own_code(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError where a call inside, with trust_remote_code=False, would need the checkpoint's code."""
+    """Raise CheckpointError where a call inside would need the checkpoint's code.
+
+    The call has trust_remote_code=False.
+    """
     try:
         yield
     except AnnieError:

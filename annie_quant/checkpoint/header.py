@@ -90,7 +90,9 @@ class TensorInfo:
 
 
 def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
-    """Return the header's length in bytes, read from the file's first 9 bytes and checked against the file's size.
+    """Return the header's length in bytes, from the file's first 9 bytes.
+
+    It is checked against the file's size.
 
     Raises ShardError for a file that is not safetensors.
     """
@@ -215,7 +217,10 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
 
 
 def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Return prefix and header for tensors (name, dtype, shape) stored in this order, padded with spaces to 8 bytes."""
+    """Return prefix and header for tensors (name, dtype, shape) stored in this order.
+
+    The header is padded with spaces to 8 bytes.
+    """
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     begin = 0
     for name, dtype, shape in entries:
@@ -253,7 +258,7 @@ class Shard:
             ) from None
 
     def tensor(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of the mapped bytes, or a copy where they are not aligned in the file."""
+        """Return a read-only view of the mapped bytes, or a copy where they are not aligned."""
         if info.elements == 0:
             return np.empty(info.shape, info.numpy_dtype)
         array = np.frombuffer(
@@ -262,7 +267,10 @@ class Shard:
         return array if array.flags.aligned else array.copy()
 
     def release(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> None:
-        """Give the mapped pages of a tensor's bytes begin..end back to the kernel, so that resident memory stays low."""
+        """Give the mapped pages of a tensor's bytes begin..end back to the kernel.
+
+        Resident memory stays low.
+        """
         first = -(-(info.offset + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
         last = info.offset + (info.size_bytes if end is None else end)
         length = last // mmap.PAGESIZE * mmap.PAGESIZE - first

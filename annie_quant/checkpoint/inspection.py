@@ -30,7 +30,9 @@ MAX_NOTES = 3  # findings that the notes of an evaluation list
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
-    """Audit a model folder, and compare it with the bf16 checkpoint it was made from where `source` is given.
+    """Audit a model folder.
+
+    source: the bf16 checkpoint that it was made from; its tensors are compared.
 
     Faults of the files themselves (a missing or truncated shard, an invalid header) are findings,
     too. Raises ShardError where the folder does not exist.
@@ -103,7 +105,7 @@ def count_labels(modules: Iterable[str]) -> list[str]:
 
 
 def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> list[str]:
-    """Return one line if the reference is not the checkpoint's source, and else one per fault of the export.
+    """Return one line per fault of the export, or one if the reference is not its source.
 
     A checkpoint without quantized tensors and a folder that cannot be read give no lines.
     """
@@ -129,7 +131,7 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
 
 
 def changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
-    """Return how many of the layers' unquantized linears differ from the source, and how many there are.
+    """Return how many of the layers' plain linears differ from the source, and their number.
 
     Quantization hides a fine-tune that changes weights by a few percent; these linears are copies
     of the source's.

@@ -237,7 +237,7 @@ class QuantConfig:
     raw: JsonObject = field(default_factory=dict)
 
     def algo_of(self, module: str) -> str:
-        """Return the algorithm that the settings give a linear, "" where those of mixed precision give none.
+        """Return the algorithm that the settings give a linear; "" where they give none.
 
         NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry
         covers what is inside it.
@@ -281,7 +281,7 @@ def kv_format(quant: JsonObject) -> str | None:
 
 
 def names_dialect(folder: ModelFolder, name: str, ends: str) -> bool:
-    """Return whether the settings name a dialect, or where they name none, tensors with such ends are on disk."""
+    """Return whether the settings name a dialect, or name none and such tensors are on disk."""
     method = folder.quantization.get("quant_method")
     return bool(method == name) if method else any(n.endswith(ends) for n in folder)
 
@@ -355,12 +355,12 @@ def weight_name(folder: ModelFolder, module: str) -> str:
 
 
 def unties(folder: ModelFolder, formats: Iterable[str]) -> bool:
-    """Return whether formats give the embedding of a tied model a quantized copy that serves as the head."""
+    """Return whether formats give a tied embedding a quantized copy that serves as the head."""
     return HEAD in formats and f"{HEAD}.weight" not in folder
 
 
 def all_linears(folder: ModelFolder) -> list[str]:
-    """Return the modules of plain_linears, and those of single experts inside merged tensors, in file order."""
+    """Return the modules of plain_linears and of experts in merged tensors, in file order."""
     modules = []
     for name in folder:
         if is_linear(name, folder.info(name).shape):

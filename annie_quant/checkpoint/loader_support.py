@@ -87,7 +87,9 @@ def nvfp4_columns(model: QuantizedFolder) -> dict[str, int]:
 
 
 def tensor_parallel_ranks(model: QuantizedFolder) -> int:
-    """Return the largest number of ranks (1, 2, 4 or 8) over which the columns of every NVFP4 linear can be divided.
+    """Return the largest number of ranks over which every NVFP4 linear can be divided.
+
+    It is 1, 2, 4 or 8.
 
     Only row-parallel linears are divided by columns; each rank's columns must be a multiple of
     COLUMNS_PER_RANK.
@@ -101,7 +103,7 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
 
 
 def fits_modelopt_option(method: str, algorithm: str) -> bool:
-    """Return whether a --quantization option of ModelOpt's plain NVFP4 (modelopt, modelopt_fp4) names a checkpoint's format.
+    """Return whether --quantization modelopt or modelopt_fp4 names a checkpoint's format.
 
     A checkpoint of another format is served without the option: servers read the format from
     config.json (docs.sglang.io/advanced_features/quantization.html: no --quantization for a

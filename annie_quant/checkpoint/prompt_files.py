@@ -186,7 +186,10 @@ def _difference(what: str, own: Mapping[str, object], expected: Mapping[str, obj
 
 
 def _stated(value: object) -> object:
-    """Return a value without null and false fields, which some versions of the tokenizers library leave out."""
+    """Return a value without null and false fields.
+
+    Some versions of the tokenizers library leave them out.
+    """
     if isinstance(value, dict):
         return {k: _stated(v) for k, v in value.items() if v not in (None, False)}
     return [_stated(v) for v in value] if isinstance(value, list) else value

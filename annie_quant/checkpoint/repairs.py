@@ -1,4 +1,4 @@
-"""Repair a copy of a checkpoint in ModelOpt's layout: exactly where possible, else from the source.
+"""Repair a copy of a checkpoint in ModelOpt's layout, exactly or from the source.
 
 Sound tensors keep their bytes, also those of a sound fold (AWQ). A linear is packed again from the
 source where its own tensors are faulty, where its error shows that it does not come from the

@@ -61,7 +61,9 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
 class ModelFolder:
-    """A checkpoint folder: config.json, safetensors shards (single, indexed or numbered), and the small files.
+    """A checkpoint folder: config.json, safetensors shards, and the small files.
+
+    The shards are one file, listed in an index, or numbered.
 
     Raises ShardError for a missing folder or shard, an invalid or truncated file, an index that
     does not match the files, a shard name with a path in it, and a link that leaves the folder.
@@ -106,7 +108,7 @@ class ModelFolder:
 
     @functools.cached_property
     def _merged(self) -> dict[str, dict[str, TensorInfo]]:
-        """Name of a merged tensor of experts without ".weight" → the linears of single experts in it, in its order."""
+        """Merged tensor of experts, without ".weight" → the linears of single experts in it."""
         experts = self.family.experts
         merged = dict[str, dict[str, TensorInfo]]()
         if experts is None:
@@ -159,7 +161,7 @@ class ModelFolder:
         return self.tensors[name]
 
     def find(self, name: str) -> str | None:
-        """Return this folder's name of a tensor that is called `name` in some form of the model, or None."""
+        """Return this folder's name of a tensor, or None. name: in any form of the model."""
         names = models.aliases(name)
         parts = self.expert_parts
         return next(
@@ -371,7 +373,10 @@ def text_settings(config: JsonObject) -> JsonObject:
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """Return `path`, or raise ShardError where it is a link that leaves the folder (other than to a hub cache's blobs)."""
+    """Return `path`.
+
+    Raises ShardError where it is a link that leaves the folder, other than to a hub cache's blobs.
+    """
     real = path.resolve()
     home = folder.resolve()
     if real.parent != home and real.parent != home.parent.parent / "blobs":

@@ -228,7 +228,10 @@ def write_settings(target: Path, config: JsonObject, settings: QuantSettings | N
 def check_output(
     output: Path, force: bool, inputs: Iterable[str | os.PathLike | None] = ()
 ) -> None:
-    """Raise UsageError where `output` is a file, a link, or a folder with content (without `force`), or holds an input."""
+    """Raise UsageError where `output` cannot be the output.
+
+    That is a file, a link, a folder with content (without `force`), or one that holds an input.
+    """
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(
             f"{output} is a file or a link, expected a folder to create", "choose another --output"
@@ -303,7 +306,10 @@ def check_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> No
 
 
 def check_name(output: str | os.PathLike) -> Path:
-    """Return the path of an output folder, or raise UsageError where it has no name of its own (".", "..", "/")."""
+    """Return the path of an output folder.
+
+    Raises UsageError where it has no name (".", "..", "/").
+    """
     output = Path(output)
     if output.name in ("", ".."):
         raise UsageError(
@@ -361,7 +367,10 @@ def take_name(part: Path, output: Path) -> None:
 
 
 def source_key(folder: ModelFolder) -> str:
-    """Return a hash of the source files' sizes and times, so that a rerun keeps no shard of another source."""
+    """Return a hash of the source files' sizes and times.
+
+    By it a rerun keeps no shard of another source.
+    """
     digest = hashlib.sha256(str(folder.path.resolve()).encode())
     for path in [*(s.path for s in folder.shards.values()), folder.path / "config.json"]:
         stat = path.stat()

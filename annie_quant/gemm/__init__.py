@@ -1,4 +1,4 @@
-"""NVFP4 GEMM kernels on CUDA, and checks of these kernels and of other libraries' kernels on this GPU.
+"""NVFP4 GEMM kernels on CUDA, and checks of these and other libraries' kernels.
 
     weight = aq.gemm.Weight(codes, block_scale, tensor_scale)     # repacked once from the checkpoint's layout
     out = aq.gemm.w4a16(x, weight)                                # bf16 / fp16 activations, any M

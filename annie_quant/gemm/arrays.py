@@ -137,7 +137,9 @@ def view(array: object, name: str) -> View:
 
 
 def launch_stream(views: Iterable[View], stream: int | None = None) -> int:
-    """Return the stream of a launch that uses these arrays, after it waits for the writes that each array announces.
+    """Return the stream of a launch that uses these arrays.
+
+    It waits for the writes that each array announces.
 
     The stream is `stream`, or torch's current stream if an array is a torch tensor, or the stream
     of the first array that has one, or the default stream (0).

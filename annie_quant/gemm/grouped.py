@@ -72,7 +72,10 @@ class Alignment(NamedTuple):
 def prepare_experts(
     codes: Tensor, block_scale: Tensor, tensor_scales: Tensor | Sequence[float]
 ) -> PreparedExperts:
-    """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
+    """Repack the weights of all experts of a layer.
+
+    They are CUDA tensors with a row per expert, as gemm.torch_op.prepare takes one.
+    """
     torch = need("torch", "quantize")
     scales = torch.as_tensor(tensor_scales, dtype=torch.float32).to(codes.device)
     if not bool(((scales > 0) & scales.isfinite()).all()):
@@ -162,7 +165,10 @@ def product(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[
 def write(
     out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, *routing: Unpack[Routing]
 ) -> None:
-    """Write the products of pairs that a tile has into their rows of `out`, contiguous [rows of x * top_k, n] in x's dtype."""
+    """Write the products of pairs that a tile has into their rows of `out`.
+
+    out: contiguous [rows of x * top_k, n] in x's dtype.
+    """
     import torch
 
     sorted_pairs, tile_experts, padded, top_k, tile_tokens = routing
@@ -205,7 +211,7 @@ def write(
 
 
 def check_operands(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, top_k: int) -> None:
-    """Raise UsageError for tensors that the kernel would read or write beyond their ends, or take for others."""
+    """Raise UsageError for tensors that the kernel would overrun or take for others."""
     import torch
 
     if top_k < 1 or out.dim() != 2 or packed.dim() != 2:

@@ -118,7 +118,9 @@ def _wrote(out: CudaArray, stream: int) -> None:
 
 
 class Weight:
-    """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 bytes per weight, rows padded to 32, columns to 128).
+    """An NVFP4 weight, repacked once for the W4A16 kernels.
+
+    It has 0.5625 bytes per weight, with rows padded to 32 and columns to 128.
 
     codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled);
         tensor_scale: float; all
@@ -177,7 +179,10 @@ class Weight:
         return self._plans[key]
 
     def workspace_bytes(self, m: int, plan: Plan | None = None) -> int:
-        """Return the device memory that a product of M tokens needs while it runs, by `plan` or the one chosen for M."""
+        """Return the device memory that a product of M tokens needs while it runs.
+
+        plan: None for the one chosen for M.
+        """
         plan = plan or self.plan(m)
         try:
             with CurrentDevice(self.device):
@@ -286,7 +291,7 @@ def _workspace(workspace: CudaArray) -> View:
 
 
 def fp4_native() -> bool:
-    """Return whether the code for the current device has the native FP4 instruction (sm_120a, sm_121a)."""
+    """Return whether the current device's code has the native FP4 instruction (SM12x)."""
     need_device()
     return native().limits()[4]
 

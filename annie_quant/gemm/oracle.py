@@ -1,4 +1,4 @@
-"""The CPU oracle: NVFP4 products in float64 from the same bytes, and the error bound of a correct kernel.
+"""The CPU oracle: NVFP4 products in float64, and the error bound of a correct kernel.
 
 Written from the format definition alone (tables, NumPy and torch). It shares no code with the
 kernels or the C codec.
@@ -71,7 +71,7 @@ def _ulp(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def bound(exact: np.ndarray, magnitude: np.ndarray, additions: int, dtype: str) -> np.ndarray:
-    """Return the largest |kernel - exact| per element that fp32 accumulation of exact products allows."""
+    """Return the largest |kernel - exact| per element that fp32 accumulation allows."""
     error = (additions + 8) * 2.0**-23 * magnitude
     return error + _ulp(np.abs(exact) + error, dtype)
 
@@ -83,7 +83,7 @@ def worst(result: np.ndarray, exact: np.ndarray, limit: np.ndarray) -> float:
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return (codes uint8 [n, k/2], scales uint8 [n, k/16]) with all codes and a wide range of scales."""
+    """Return codes uint8 [n, k/2] and a wide range of scales uint8 [n, k/16]."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(
         0x20, 0x50, (n, k // GROUP), dtype=np.uint8
@@ -124,7 +124,10 @@ def dequantize_in_torch(codes: Tensor, block_scale: Tensor, tensor_scale: float)
 def ratio_to_bound(
     result: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype
 ) -> float:
-    """Return the largest |result - exact| in units of what float32 sums of K products and one rounding to dtype allow."""
+    """Return the largest |result - exact| in units of its bound.
+
+    The bound allows float32 sums of K products and one rounding to dtype.
+    """
     import torch
 
     limit = (k + 8) * 2.0**-23 * magnitude

@@ -104,7 +104,11 @@ def _backend_result(fields: JsonObject) -> BackendResult:
 
 @dataclass(frozen=True)
 class GemmCase:
-    """One product: codes uint8 [rows, K/2], linear scale bytes uint8 [rows, K/16], alpha the product of tensor scales."""
+    """One product of two NVFP4 operands.
+
+    Codes are uint8 [rows, K/2], linear scale bytes uint8 [rows, K/16]; alpha is the product of the
+    tensor scales.
+    """
 
     name: str
     a: np.ndarray
@@ -180,7 +184,10 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
-    """Return scale bytes in the 128x4 tile order of CUTLASS and cuBLASLt, rows padded to 128 and columns to 4 with zeros."""
+    """Return scale bytes in the 128x4 tile order of CUTLASS and cuBLASLt.
+
+    Rows are padded to 128 and columns to 4 with zeros.
+    """
     rows, cols = scales.shape
     m = -(-rows // 128) * 128
     c = -(-cols // 4) * 4
@@ -220,7 +227,10 @@ def _tensors(case: GemmCase) -> tuple[Tensor, ...]:
 
 
 def _device_tensor(array: np.ndarray) -> Tensor:
-    """Return the array as a tensor on the GPU, or on the CPU if there is none (tests replace the kernels)."""
+    """Return the array as a tensor on the GPU, or on the CPU if there is none.
+
+    Tests replace the kernels.
+    """
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(array)).to(

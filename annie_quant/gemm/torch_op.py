@@ -56,7 +56,9 @@ class Prepared(NamedTuple):
 def prepare(
     codes: Tensor, block_scale: Tensor, tensor_scale: float, *, fault: str | None = None
 ) -> Prepared:
-    """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor.
+    """Repack a checkpoint's weight into a torch uint8 tensor.
+
+    The weight is two CUDA tensors, uint8 [N, K/2] and float8_e4m3fn [N, K/16].
 
     fault: as in gemm.ops.Weight, for negative controls
     """
@@ -95,7 +97,10 @@ def check_operand(
 
 
 def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
-    """Return x [..., K] times the transpose of the packed weight [n, K], [..., n] in x's dtype (bfloat16 or float16)."""
+    """Return x [..., K] times the transpose of the packed weight [n, K].
+
+    The result is [..., n] in x's dtype (bfloat16 or float16).
+    """
     import torch
 
     module = native()
@@ -148,7 +153,7 @@ def fake(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
 
 
 def define(name: str, schema: str, product: Operator, fake: Operator) -> Operator:
-    """Define the operator annie_quant::name for CUDA devices, which may be done once, and return it."""
+    """Define the operator annie_quant::name for CUDA devices and return it; call it once."""
     torch = need("torch", "quantize")
     # Not torch.library.custom_op: its wrappers take longer than the launch.
     library = torch.library.Library("annie_quant", "FRAGMENT")

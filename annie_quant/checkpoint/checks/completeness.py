@@ -50,7 +50,10 @@ OPTIONAL_ENDS = (
 
 
 def check_decoder(model: QuantizedFolder, source: ModelFolder | None) -> Iterator[Finding]:
-    """Check the shards' other tensors and the decoder's layers, and with a source that each of its tensors is there."""
+    """Check the shards' other tensors and the decoder's layers.
+
+    With a source, each of its tensors must be there.
+    """
     folder = model.folder
     yield from check_unlisted(folder)
     lost = [*check_layers(folder, decoder_layers(model)), *check_outside(folder)]
@@ -202,7 +205,7 @@ def vision_tensors(folder: ModelFolder) -> list[str]:
 
 
 def missing_tensors(folder: ModelFolder, source: ModelFolder) -> list[str]:
-    """Return the source's names of the MTP head's and the vision tower's tensors that a folder does not have.
+    """Return the source's names of the MTP head's and vision tower's missing tensors.
 
     The tower is missing only where the folder's class takes images.
     """
@@ -235,7 +238,10 @@ def mtp_layers(folder: ModelFolder) -> int:
 
 
 def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Iterator[Finding]:
-    """Check that the MTP head is there, not in NVFP4 and fits the model, and with a source that nothing was lost."""
+    """Check that the MTP head is there, is not in NVFP4, and fits the model.
+
+    With a source, nothing may be lost.
+    """
     folder = model.folder
     layers = mtp_layers(model.folder)
     lost = [] if source is None else list(check_lost(folder, source))

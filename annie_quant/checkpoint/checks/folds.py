@@ -1,4 +1,6 @@
-"""Check that scales which were moved between tensors (AWQ, SmoothQuant) cancel, so that the model computes the same.
+"""Check that scales which were moved between tensors (AWQ, SmoothQuant) cancel.
+
+The model then computes the same.
 
 A fold divides what produces a linear's input by s and multiplies the linear's columns by s. The
 outputs of a linear for an input in one channel alone are that channel's gain times the linear's
@@ -95,7 +97,9 @@ class Fit:
 
 
 def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and column factors r, c of ours ~ diag(r) theirs diag(c), by alternating least squares.
+    """Return row and column factors r, c of ours ~ diag(r) theirs diag(c).
+
+    They are fitted by alternating least squares.
 
     The median of r is 1.
     """
@@ -195,7 +199,7 @@ class LayerCheck:
         return self.model.folder
 
     def run(self) -> Iterator[Finding]:
-        """Check the norms, then the producers whose rows the next linear cancels, then the rows that nothing cancels."""
+        """Check the norms, then producers whose rows the next linear cancels, then other rows."""
         inputs = self.folder.family.inputs
         for site in inputs:
             if site.fold == "norm":
@@ -248,7 +252,7 @@ class LayerCheck:
         return result
 
     def check_norm(self, site: LinearInput) -> Iterator[Finding]:
-        """Check that the norm's gain times the columns is the source's, for every linear that reads the norm."""
+        """Check that the norm's gain times the columns is the source's, for every reader."""
         norm = f"{self.layer}.{site.producer}.weight"
         original = self.source.find(norm)
         if norm not in self.folder or original is None:
@@ -299,7 +303,7 @@ class LayerCheck:
         return self.compared(reader, np.tile(scales, heads), np.tile(slack, heads))
 
     def check_rows(self, site: LinearInput) -> Iterator[Finding]:
-        """Check that a producer's rows, and their biases, cancel the columns of the linear that reads them."""
+        """Check that a producer's rows and biases cancel the columns of its reader."""
         producer = f"{self.layer}.{site.producer}"
         shape = self.source_shape(producer)
         if shape is None:

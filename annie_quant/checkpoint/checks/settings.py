@@ -1,4 +1,4 @@
-"""Check the quantization settings against the tensors and each other, and the scales of an FP8 KV cache.
+"""Check the quantization settings against the tensors, and the scales of an FP8 KV cache.
 
 Servers multiply an FP8 KV cache by k_scale and v_scale, which are 1.0 where they are missing or not
 calibrated (sgl-cookbook #237); vLLM cannot calibrate them itself for hybrid models. ModelOpt's
@@ -61,7 +61,10 @@ def check_algorithm(model: QuantizedFolder) -> None:
 
 
 def check(model: QuantizedFolder) -> Iterator[Finding]:
-    """Compare the settings with what is on disk, and the two files of ModelOpt's settings with each other."""
+    """Compare the settings with what is on disk.
+
+    The two files of ModelOpt's settings are also compared with each other.
+    """
     folder = model.folder
     linears = model.linears
     config = model.config
@@ -163,7 +166,7 @@ def check_agreement(
 
 
 def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
-    """Check that the stored scales are complete, positive numbers and not all 1.0, and that the cache is not NVFP4."""
+    """Check that the scales are complete, positive and not all 1.0, and the cache not NVFP4."""
     folder = model.folder
     config = model.config
     if config.kv_cache and "NVFP4" in config.kv_cache.upper():
@@ -188,7 +191,9 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
 
 
 def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Finding]:
-    """Check that the keys and values of every layer have a scale if any has, and that a static scheme has them.
+    """Check that every layer has scales of keys and values if any has.
+
+    A static scheme must have them.
 
     compressed-tensors' kv_cache_scheme promises calibrated scales; ModelOpt's settings do not
     (fp8_cast stores none).

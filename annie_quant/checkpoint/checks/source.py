@@ -79,7 +79,9 @@ def source_differences(
 def compare_linear(
     folder: ModelFolder, linear: Linear, source: ModelFolder, has_nan: bool
 ) -> tuple[float, bool]:
-    """Return a quantized linear's relative error, and whether it is the source's weight with scaled rows and columns.
+    """Return a quantized linear's relative error, and whether it is a fold.
+
+    A fold is the source's weight with scaled rows and columns.
 
     has_nan: take the source's values where the linear's are NaN.
     Raises ShardError where the source has no such weight, or one of another shape.

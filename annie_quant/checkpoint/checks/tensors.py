@@ -260,7 +260,7 @@ def inspect_plain(folder: ModelFolder, name: str) -> tuple[TensorRow, list[Findi
 
 
 def count_values(folder: ModelFolder, info: TensorInfo) -> tuple[int, int]:
-    """Return how many values of a tensor in 16 or 32 bits are NaN or infinite, and how many are not 0."""
+    """Return how many values of a plain tensor are not finite, and how many are not 0."""
     unsigned, mask = EXPONENTS[info.dtype]
     exponent = unsigned(mask)
     minus_infinity = exponent | unsigned(1 << (8 * exponent.itemsize - 1))
@@ -277,7 +277,7 @@ def count_values(folder: ModelFolder, info: TensorInfo) -> tuple[int, int]:
 
 
 def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
-    """Check that linears which servers merge into one matrix share format, tensor scale and input scale.
+    """Check that linears which servers merge share format, tensor scale and input scale.
 
     Unequal scales corrupt tokens (vllm #54974, #54150).
     """

@@ -1,4 +1,4 @@
-"""The dialects in which quantized linears are stored in a safetensors folder, one module per dialect.
+"""The dialects of quantized linears in a safetensors folder, one module per dialect.
 
 A module implements the protocol Dialect, or WritableDialect where the dialect is also written.
 """
@@ -103,7 +103,10 @@ class QuantizedFolder:
 
     @property
     def weights(self) -> list[str]:
-        """The names "MODULE.weight" of the quantized linears, then those of `unowned`, with single experts for merged ones."""
+        """The names "MODULE.weight" of the quantized linears, then those of `unowned`.
+
+        Merged experts are listed one by one.
+        """
         plain = [part for name in self.unowned for part in self.folder.parts_of(name) or [name]]
         return [*(f"{module}.weight" for module in self.linears), *plain]
 
@@ -138,7 +141,7 @@ def config(folder: ModelFolder) -> QuantConfig:
 
 
 def refuse_unread(folder: ModelFolder) -> None:
-    """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
+    """Raise CheckpointError where config.json names a layout that is not read here.
 
     Its codes would be used as weights.
     """

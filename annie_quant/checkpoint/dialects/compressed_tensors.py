@@ -102,7 +102,10 @@ FP8_FORMAT = "float-quantized"
 
 
 def matches(folder: ModelFolder) -> bool:
-    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
+    """Return whether a folder is in this dialect.
+
+    The configuration names it, or names none and the tensors are in its layout.
+    """
     return names_dialect(folder, NAME, ".weight_packed")
 
 
@@ -131,7 +134,10 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 
 
 def block_size(quant: JsonObject) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale in a group of FP8 weights in blocks, None without such a group."""
+    """Return the rows and columns that share a scale of FP8 weights in blocks.
+
+    None where no group has blocks.
+    """
     groups = read_struct(CompressedSettings, quant).config_groups.values()
     sizes = (
         g.weights.block_structure for g in groups if g.weights and g.weights.strategy == "block"

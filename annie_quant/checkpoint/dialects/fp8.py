@@ -29,7 +29,9 @@ SCALE = "weight_scale_inv"
 
 
 def matches(folder: ModelFolder) -> bool:
-    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout.
+    """Return whether a folder is in this dialect.
+
+    The configuration names it, or names none and the tensors are in its layout.
 
     Settings without a block size are of another layout (one scale per tensor), which is not read
     here.

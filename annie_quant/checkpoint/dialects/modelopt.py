@@ -37,7 +37,10 @@ KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.
 
 
 def matches(folder: ModelFolder) -> bool:
-    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
+    """Return whether a folder is in this dialect.
+
+    The configuration names it, or names none and the tensors are in its layout.
+    """
     named = bool(folder.quantization.get("quant_method"))
     return names_dialect(folder, NAME, ".weight_scale_2") or (
         not named and folder.json(HF_QUANT_CONFIG) is not None
@@ -62,7 +65,7 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 
 
 def config(folder: ModelFolder) -> QuantConfig:
-    """Return the settings of config.json's quantization_config, or where there is none of hf_quant_config.json.
+    """Return the settings of config.json, or where it has none of hf_quant_config.json.
 
     The KV cache's format is in hf_quant_config.json alone in some releases, such as
     nvidia/Qwen3.6-35B-A3B-NVFP4.
@@ -315,7 +318,10 @@ def fp8_scale(amax: float) -> np.float32:
 
 
 def fp8_codes(weight: np.ndarray, scale: np.float32 | np.ndarray) -> np.ndarray:
-    """Return the E4M3 codes of a weight under a multiplier, or one per row [n, 1], as ModelOpt rounds an FP8 linear's weight."""
+    """Return the E4M3 codes of a weight, as ModelOpt rounds an FP8 linear's weight.
+
+    scale: a multiplier, or one per row [n, 1].
+    """
     return np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3).astype(
         nvfp4.E4M3
     )

@@ -1,1 +1,1 @@
-"""GGUF files: write one from a checkpoint and read it back, with llama.cpp's names of tensors and its vocabulary."""
+"""Write a checkpoint as a GGUF file, and read one, with llama.cpp's names and vocabulary."""

@@ -112,7 +112,9 @@ class GgufSettings(msgspec.Struct):
         return rope.full_attention or rope
 
     def frequency_factors(self) -> np.ndarray | None:
-        """Return the divisors of the rotary frequencies in Llama 3's scaling, float32 [head_dim / 2]; None without that scaling.
+        """Return the divisors of the rotary frequencies in Llama 3's scaling.
+
+        They are float32 [head_dim / 2]; None without that scaling.
 
         Source: transformers' _compute_llama3_parameters.
         """
@@ -155,7 +157,10 @@ def read_settings(folder: ModelFolder) -> GgufSettings:
 
 
 def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
-    """Raise CheckpointError where llama.cpp cannot compute with the settings, or where they contradict the tensors."""
+    """Raise CheckpointError for settings that llama.cpp cannot compute with.
+
+    Also for those that contradict the tensors.
+    """
     folder = model.folder
     where = f"{folder.path.name}/config.json"
     if settings.rope.kind not in ROPE_KINDS:
@@ -365,7 +370,10 @@ class Layout:
         return heads.order(heads.value_dim) if _module(name) == self.deltanet.output else None
 
     def is_convolution(self, name: str) -> bool:
-        """Return whether a tensor is a convolution's weight [channels, 1, width], which llama.cpp stores as a matrix."""
+        """Return whether a tensor is a convolution's weight [channels, 1, width].
+
+        llama.cpp stores it as a matrix.
+        """
         return self.deltanet is not None and _module(name) == self.deltanet.convolution
 
     def transform(self, name: str, array: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder as GGUF metadata, read from tokenizer.json without transformers."""
+"""A model folder's tokenizer as GGUF metadata, read from tokenizer.json without transformers."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class KeyValueBuffer(DynamicLayer):
             shape = (*key_states.shape[:2], end + spare, key_states.shape[-1])
             larger = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
             if n and self.keys is not None and self.values is not None:
-                larger[0][:, :, :n], larger[1][:, :, :n] = self.keys, self.values
+                larger[0][:, :, :n] = self.keys
+                larger[1][:, :, :n] = self.values
             self.buffers = larger
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, n:end] = states
@@ -71,7 +72,10 @@ class KeyValueBuffer(DynamicLayer):
     def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self.keys, self.values, self.buffers, self.column = keys, values, None, None
+        self.keys = keys
+        self.values = values
+        self.buffers = None
+        self.column = None
 
     def fix(self, columns: int, column: torch.Tensor) -> None:
         """Pad to `columns` with zeros; each update then writes column `column` and returns all columns."""
@@ -137,7 +141,8 @@ def take_rows(
         if isinstance(old, LinearAttentionLayer):
             set_states(new, [old], [getattr(old, name)[0][rows] for name, _ in STATES])
             continue
-        keys, values = old.keys[rows], old.values[rows]
+        keys = old.keys[rows]
+        values = old.values[rows]
         if columns is not None:
             index = columns[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
             keys, values = keys.gather(2, index), values.gather(2, index)
@@ -150,8 +155,10 @@ def set_states(
     for (name, flag), state in zip(STATES, states, strict=True):
         getattr(new, name)[0] = state
         getattr(new, flag)[0] = True
-    new.conv_kernel_size[0], new.has_previous_state[0] = old[0].conv_kernel_size[0], True
-    new.dtype, new.device = old[0].dtype, old[0].device
+    new.conv_kernel_size[0] = old[0].conv_kernel_size[0]
+    new.has_previous_state[0] = True
+    new.dtype = old[0].dtype
+    new.device = old[0].device
 
 
 def pad_columns(states: torch.Tensor, columns: int) -> torch.Tensor:

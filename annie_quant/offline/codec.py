@@ -30,7 +30,9 @@ SCALE_OFFSETS = (
     2,
 )  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
-FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
+# kinds of a quantized KV cache
+FP8 = "fp8"
+NVFP4 = "nvfp4"
 Round = Callable[[torch.Tensor], torch.Tensor]
 CacheRounding = Callable[
     [torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
@@ -221,7 +223,8 @@ def nvfp4_searched(x: torch.Tensor) -> torch.Tensor:
     blocks = x.float().reshape(*x.shape[:-1], -1, QK_NVFP4)
     amax = blocks.abs().amax(-1, keepdim=True)
     first = (amax / 6).clamp(max=MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8).int()
-    best, best_error = torch.zeros_like(blocks), torch.full_like(amax, torch.inf)
+    best = torch.zeros_like(blocks)
+    best_error = torch.full_like(amax, torch.inf)
     for offset in SCALE_OFFSETS:
         code = first + offset
         valid = (code >= 0) & (code <= MAX_CODE)

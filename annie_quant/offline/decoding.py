@@ -150,7 +150,8 @@ class RunningBatch:
 
     def compact(self) -> None:
         """Drop finished rows, and the unused columns of the others."""
-        self.left, self.graph = 0, None
+        self.left = 0
+        self.graph = None
         rows = torch.tensor(self.active, device=self.real.device)
         self.real, self.lengths, self.tokens = (
             self.real[rows],
@@ -168,7 +169,8 @@ class RunningBatch:
     def add_columns(self) -> None:
         """Add SPARE_COLUMNS columns, and let all tensors stay where they are until these are written."""
         columns = self.real.shape[1]
-        self.column, self.left = torch.tensor([columns], device=self.real.device), SPARE_COLUMNS
+        self.column = torch.tensor([columns], device=self.real.device)
+        self.left = SPARE_COLUMNS
         self.real = functional.pad(self.real, (0, SPARE_COLUMNS))
         self.lengths, self.tokens = self.lengths.clone(), self.tokens.clone()
         for layer in self.cache.layers:
@@ -204,7 +206,8 @@ def generate(
             for j, token in enumerate(running.tokens.tolist()):
                 if running.rows[j] == FINISHED:
                     continue
-                completion, limit = completions[running.rows[j]], limits[running.rows[j]]
+                completion = completions[running.rows[j]]
+                limit = limits[running.rows[j]]
                 completion.finished = token in end_tokens
                 if not completion.finished:
                     completion.tokens.append(token)
@@ -225,7 +228,8 @@ def start(
 ) -> list[RunningBatch]:
     """Compute the prompts of these rows. The batches' tokens are the first of each row. read[i]: tokens that are not decoded."""
     batches = []
-    inputs, last = [prompts[i] for i in rows], [len(prompts[i]) - 1 for i in rows]
+    inputs = [prompts[i] for i in rows]
+    last = [len(prompts[i]) - 1 for i in rows]
     for forward in engine.forwards(inputs, [read[i] - 1 for i in rows], read=last):
         lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
         index = torch.arange(len(lengths), device=engine.device)
@@ -300,12 +304,14 @@ class DraftHead(nn.Module):
 
     def __init__(self, folder: ModelFolder, model: Any) -> None:
         super().__init__()
-        text, config = model.model, copy.deepcopy(model.config.get_text_config())
+        text = model.model
+        config = copy.deepcopy(model.config.get_text_config())
         config._attn_implementation_internal = "sdpa"
         kinds = (
             getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         )
-        index, norm = kinds.index("full_attention"), type(text.norm)
+        index = kinds.index("full_attention")
+        norm = type(text.norm)
         count = int(folder.text_config.get("mtp_num_hidden_layers") or 1)
         with torch.device("meta"):
             self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -373,7 +379,8 @@ def head_weight(folder: ModelFolder, linears: dict[str, Linear], name: str) -> n
     linear = linears.get(name.removesuffix(".weight"))
     if linear is not None:
         return linear.dequantize(folder)
-    if (stored := folder.find(name)) is not None:
+    stored = folder.find(name)
+    if stored is not None:
         return folder.tensor(stored)
     experts = folder.family.experts
     merged = experts.merged_part(name) if experts else None
@@ -411,7 +418,8 @@ def draft_acceptance(
         inputs, [0] * len(inputs), prompts=[len(a.prompt) for a in chosen]
     ):
         for row, i in enumerate(batch.rows):
-            tokens, first = torch.tensor(inputs[i], device=engine.device), len(chosen[i].prompt)
+            tokens = torch.tensor(inputs[i], device=engine.device)
+            first = len(chosen[i].prompt)
             # hidden[t] and token t+1 draft token t+2, which is one of the answer from t = first - 2 on
             drafts = head(batch.hidden[row, : len(tokens) - 2], tokens[1:-1]).argmax(-1)[
                 max(0, first - 2) :

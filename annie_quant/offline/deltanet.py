@@ -50,7 +50,10 @@ class RaggedBatch:
         cache: DynamicCache | None,
         prompts: torch.Tensor | None = None,
     ) -> None:
-        self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
+        self.lengths = lengths
+        self.steps = steps
+        self.cache = cache
+        self.prompts = prompts
 
 
 def gated_delta_rule(
@@ -79,7 +82,9 @@ def gated_delta_rule(
     (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
     """
     r = to_operand or (lambda x: x)
-    kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
+    kind = query.dtype
+    batch, steps, heads, dk = key.shape
+    dv = value.shape[-1]
     if use_qk_l2norm_in_kernel:
         query = r(query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6))
         key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
@@ -241,7 +246,8 @@ def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = 
             return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
         more["output_final_state"] = True
         inside = (steps < batch.prompts.unsqueeze(1)).unsqueeze(-1)
-        start, end = int(batch.prompts.min()), int(batch.prompts.max())
+        start = int(batch.prompts.min())
+        end = int(batch.prompts.max())
         head, state = run(rule, slice(0, end), inside, initial_state)
         tail, state = run(decoding, slice(start, None), ~inside, state)
         middle = torch.where(
@@ -324,10 +330,8 @@ def ragged_layers(
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
         for layer, (rule, recurrent, conv, step) in zip(layers, before, strict=True):
-            own, decoding = (
-                gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule,
-                None,
-            )
+            own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
+            decoding = None
             conv = conv or causal_conv
             step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
             if recurrent.__name__ == "torch_recurrent_gated_delta_rule":
@@ -336,10 +340,8 @@ def ragged_layers(
                 decoding = own
                 own = functools.partial(own, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
-            layer.causal_conv1d_fn, layer.causal_conv1d_update = (
-                ragged_conv(conv, batch, layer.layer_idx),
-                step,
-            )
+            layer.causal_conv1d_fn = ragged_conv(conv, batch, layer.layer_idx)
+            layer.causal_conv1d_update = step
             if profile.stream != "float32":
                 for name in FUNCTIONS:
                     setattr(layer, name, rounded(getattr(layer, name), rounding(profile.stream)))

@@ -86,11 +86,9 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
 
 def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Removable]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
-    stream, in_place, kind = (
-        rounding(profile.stream),
-        rounding(profile.stream, in_place=True),
-        type(module).__name__,
-    )
+    stream = rounding(profile.stream)
+    in_place = rounding(profile.stream, in_place=True)
+    kind = type(module).__name__
     if isinstance(module, nn.Linear):
         plain_input = rounding(
             profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input
@@ -136,7 +134,9 @@ class RoundedSigmoid(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, sigmoid: Round) -> None:
         super().__init__()
-        self.module, self.sigmoid, forward = module, sigmoid, module.forward
+        self.module = module
+        self.sigmoid = sigmoid
+        forward = module.forward
 
         def gated(*args: object, **options: object) -> object:
             with self:
@@ -158,7 +158,8 @@ class BiasOfRounded:
     """Adds a linear's bias to the rounded product, as vLLM's NVFP4 kernels do (model_executor/kernels/linear/nvfp4)."""
 
     def __init__(self, module: Any, stream: Round) -> None:
-        self.module, self.bias = module, module.bias
+        self.module = module
+        self.bias = module.bias
         module.bias = None
         self.hook = module.register_forward_hook(lambda _, args, output: stream(output) + self.bias)
 

@@ -121,7 +121,9 @@ ROWS = 128
 MAX_ROWS = 512  # on a GPU, which computes a step of many rows in little more time than one of few
 ROWS_SHARE = 0.2  # of the free memory, for the keys and values of a batch
 ROW_TOKENS = 2048  # of a long prompt and its answer
-LEAST_TOKENS, MOST_TOKENS = 4096, 32768  # per forward on a GPU; the most are for a small model
+# per forward on a GPU; the most are for a small model
+LEAST_TOKENS = 4096
+MOST_TOKENS = 32768
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ class Engine:
                     ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
                 lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
                 prefilled = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
-                ragged, has_answers = int(lengths.min()) < width, bool((prefilled < lengths).any())
+                ragged = int(lengths.min()) < width
+                has_answers = bool((prefilled < lengths).any())
                 self.batch.set(
                     lengths if ragged else None, width, cache, prefilled if has_answers else None
                 )
@@ -283,7 +286,9 @@ class Engine:
         if mlp is None or not hasattr(mlp, "down_proj") or bool(positions.all()):
             yield
             return
-        forward, replaced = mlp.forward, mlp.__dict__.get("forward")  # accelerate replaces it too
+        # accelerate replaces it too
+        forward = mlp.forward
+        replaced = mlp.__dict__.get("forward")
 
         def at_positions(x: torch.Tensor) -> torch.Tensor:
             output = torch.zeros_like(x)
@@ -387,7 +392,8 @@ def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, 
         n += len(row[1])
         if n >= least:
             yield joined(waiting)
-            waiting, n = [], 0
+            waiting = []
+            n = 0
     if waiting:
         yield joined(waiting)
 
@@ -404,7 +410,8 @@ def split_by_size(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
     for i, size in enumerate(sizes):
         if run and total + size > limit:
             yield run
-            run, total = [], 0
+            run = []
+            total = 0
         run.append(i)
         total += size
     if run:

@@ -224,11 +224,10 @@ def compare_tokens(
 
     results = []
     for name in named_profiles(profiles_of(engine.model)):
-        (best, chosen), (_, other) = (
-            scores(find_profile(name), USUAL),
-            scores(*second_arithmetic(find_profile(name))),
-        )
-        margins, noise = best - chosen, max(FLOOR, float(np.abs(chosen - other).mean()))
+        best, chosen = scores(find_profile(name), USUAL)
+        _, other = scores(*second_arithmetic(find_profile(name)))
+        margins = best - chosen
+        noise = max(FLOOR, float(np.abs(chosen - other).mean()))
         results.append(
             GreedyTokens(name, len(margins), int((margins > 0).sum()), float(margins.max()), noise)
         )

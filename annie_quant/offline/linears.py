@@ -58,7 +58,8 @@ class FixedDtypeLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would create a float weight
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
 
     def add_parameter(
         self,
@@ -137,7 +138,8 @@ class NVFP4Linear(FixedDtypeLinear):
             )
         self.group = group
         dtype = dtype or torch.bfloat16
-        names, scalar = self.NAMES, self.SCALAR_SHAPE
+        names = self.NAMES
+        scalar = self.SCALAR_SHAPE
         self.register_parameter("weight", None)
         self.add_parameter(
             names.input_scale, scalar if activations else None, torch.float32, device
@@ -236,12 +238,14 @@ class NVFP4Linear(FixedDtypeLinear):
         undo = None if self.permutation is None else self.permutation.argsort()
         for order in (undo, permutation):
             self.dense = self.dense if self.dense is None or order is None else self.dense[:, order]
-        self.permutation, self.parts = permutation, parts
+        self.permutation = permutation
+        self.parts = parts
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights of output rows start to stop, [stop - start, K] in `dtype`."""
         tensor_scale, divisor, _ = self.scalars()
-        codes, scales = self.codes[start:stop], self.block_scale[start:stop]
+        codes = self.codes[start:stop]
+        scales = self.block_scale[start:stop]
         return codec.dequantize(codes, scales, tensor_scale, self.group, dtype, divisor)
 
     def rounded_input(self, x: torch.Tensor) -> torch.Tensor:

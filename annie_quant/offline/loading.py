@@ -353,17 +353,16 @@ def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:
     tokenizer: Any = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, trust_remote_code=False
     )
-    tokens, kinds = (
-        gguf_value(reader, "tokenizer.ggml.tokens", []),
-        gguf_value(reader, "tokenizer.ggml.token_type", []),
-    )
+    tokens = gguf_value(reader, "tokenizer.ggml.tokens", [])
+    kinds = gguf_value(reader, "tokenizer.ggml.token_type", [])
     for kind, special in ((vocabulary.CONTROL, True), (vocabulary.USER_DEFINED, False)):
         whole = [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
         tokenizer.add_tokens(
             [AddedToken(t, special=special, normalized=False) for t in whole],
             special_tokens=special,
         )
-    if (steps := pre_tokenizer(str(gguf_value(reader, "tokenizer.ggml.pre", "")))) is not None:
+    steps = pre_tokenizer(str(gguf_value(reader, "tokenizer.ggml.pre", "")))
+    if steps is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = steps
     end = gguf_value(reader, "tokenizer.ggml.eos_token_id")
     if isinstance(end, int) and 0 <= end < len(tokens):

@@ -224,7 +224,8 @@ def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
         blocking.append(
             f"its answers end with tokens {own.end_tokens}, the reference's with {template.end_tokens}"
         )
-    if other := other_prompts(own, template, answered):
+    other = other_prompts(own, template, answered)
+    if other:
         names = ", ".join(other[:MAX_NAMES])
         if len(other) > MAX_NAMES:
             names += ", ..."

@@ -17,8 +17,13 @@ from annie_quant.core.errors import UsageError
 EXACT = "exact"
 # A KV cache in that format (codec.cache_rounding). "+" would make it a further member of the profile without it.
 KV_SUFFIXES = {"-fp8kv": "fp8", "-nvfp4kv": "nvfp4"}
-UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
-FLOAT32, BFLOAT16 = "float32", "bfloat16"  # of Profile.beta
+UNROUNDED = "unrounded"
+NVFP4 = "nvfp4"
+Q8_0 = "q8_0"
+NVFP4_SEARCHED = "nvfp4 (searched)"
+# of Profile.beta
+FLOAT32 = "float32"
+BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True)

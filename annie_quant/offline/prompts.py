@@ -65,7 +65,8 @@ def deciding(text: str, form: Form) -> set[int]:
 
 def covers(points: Iterable[int], pieces: Sequence[str], start: int = 0) -> list[bool]:
     """Return for each piece of a text whether it has one of the points. start: the position of the first piece."""
-    inside, result = set(points), []
+    inside = set(points)
+    result = []
     for piece in pieces:
         result.append(any(at in inside for at in range(start, start + len(piece))))
         start += len(piece)
@@ -251,7 +252,8 @@ class Template:
             )
         self.chat_template = ChatTemplate(self.tokenizer, str(folder))
         source = self.chat_template.with_tools()
-        self.tool_form, self.thinks = form_of(source), THINK in source or not source
+        self.tool_form = form_of(source)
+        self.thinks = THINK in source or not source
         self.end_tokens = end_tokens(Path(folder), self.tokenizer)
         self.special = special_tokens(self.tokenizer)
         self.splits_are_exact = False  # until a text has the same tokens in parts and whole

@@ -79,7 +79,8 @@ def replace_linear(
         raise CheckpointError(
             f"{linear.name} has {linear.format} tensors but is a {type(module).__name__}, expected a linear"
         )
-    n, k = module.out_features, module.in_features
+    n = module.out_features
+    k = module.in_features
     expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
     expect(folder, linear.weight, expected[0], expected[1])
     with torch.device("meta"):
@@ -107,7 +108,8 @@ def expect(folder: ModelFolder, name: str, dtype: str, *shapes: tuple[int, ...])
 
 def build_nvfp4(linear: Linear, folder: ModelFolder, old: nn.Linear) -> NVFP4Linear:
     kind = PackedNVFP4Linear if linear.reciprocal else NVFP4Linear
-    n, k = old.out_features, old.in_features
+    n = old.out_features
+    k = old.in_features
     for name, tensor in (
         (kind.NAMES.block_scale, linear.block_scale),
         (kind.NAMES.tensor_scale, linear.global_scale),
@@ -129,7 +131,10 @@ def build_nvfp4(linear: Linear, folder: ModelFolder, old: nn.Linear) -> NVFP4Lin
 
 
 def build_fp8(linear: Linear, folder: ModelFolder, old: nn.Linear, per_token: bool) -> FP8Linear:
-    n, k, bias, dtype = old.out_features, old.in_features, old.bias is not None, old.weight.dtype
+    n = old.out_features
+    k = old.in_features
+    bias = old.bias is not None
+    dtype = old.weight.dtype
     if linear.block_scale is None:
         raise CheckpointError(
             f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT
@@ -165,7 +170,8 @@ def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
     for name in folder:
         module_name, _, part = name.rpartition(".")
         match = find_module(model, module_name)
-        info, tensor = folder.info(name), state.get(f"{match[0]}.{part}") if match else None
+        info = folder.info(name)
+        tensor = state.get(f"{match[0]}.{part}") if match else None
         if tensor is not None and tuple(tensor.shape) != info.shape:
             raise CheckpointError(
                 f"{name} is {info.dtype} {list(info.shape)}, and config.json makes it {list(tensor.shape)}",

@@ -31,7 +31,7 @@ from annie_quant.judge import Workload
 from annie_quant.offline.decoding import Completion, generate
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
-from annie_quant.offline.prompts import Answered, Template, TurnRequest
+from annie_quant.offline.prompts import Answered, OfflineRequest, Template
 
 if TYPE_CHECKING:
     from annie_quant.offline.pair import EvaluationJob
@@ -88,7 +88,7 @@ class AnswerCache:
         self.log.close()
 
 
-def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
+def request_key(request: OfflineRequest, end_tokens: Sequence[int]) -> str:
     """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
     key = json.dumps([request.prompt, request.max_tokens, sorted(end_tokens)])
     return sha256_text(key)[:32]
@@ -139,7 +139,7 @@ class Reference:
             self.template, workloads, lambda requests: self.complete(requests, progress)
         )
 
-    def complete(self, requests: Sequence[TurnRequest], progress: Progress) -> list[Completion]:
+    def complete(self, requests: Sequence[OfflineRequest], progress: Progress) -> list[Completion]:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
         keys = [request_key(r, self.template.end_tokens) for r in requests]
         missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}
@@ -190,14 +190,14 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AnswerOutcome:
     """A model's answer to a request.
 
     same: whether it equals the reference's answer.
     agreed: number of tokens before the first difference.
     """
 
-    request: TurnRequest
+    request: OfflineRequest
     completion: Completion
     same: bool
     agreed: int
@@ -216,7 +216,7 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
-class Choices:
+class TokenChoices:
     """What a model chooses at each token of a target.
 
     difference: where it first chooses another token than the target's; None: nowhere.
@@ -232,7 +232,7 @@ class Choices:
 def answer_workloads(
     template: Template,
     workloads: Sequence[Workload],
-    generate: Callable[[Sequence[TurnRequest]], list[Completion]],
+    generate: Callable[[Sequence[OfflineRequest]], list[Completion]],
 ) -> list[Answered]:
     """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
     cases = [(w, c) for w in workloads for c in w.cases]
@@ -254,9 +254,10 @@ def first_difference(
     choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]
 ) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
-    pairs = enumerate(zip(choices.tolist(), target, strict=True))
-    other = ((i, a) for i, (a, b) in pairs if a != b and not (a in end_tokens and b in end_tokens))
-    return next((FirstDifference(index, chosen) for index, chosen in other), None)
+    for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
+        if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
+            return FirstDifference(index, chosen)
+    return None
 
 
 def choices_of(
@@ -264,7 +265,7 @@ def choices_of(
     targets: Sequence[Sequence[int]],
     end_tokens: Sequence[int],
     pairs: Sequence[np.ndarray] | None = None,
-) -> list[Choices]:
+) -> list[TokenChoices]:
     """Return the choices of several answers. Equal logits give the token of the lowest index.
 
     logits: [n, V], which all tokens of `targets` were chosen from, in their order. pairs: per target int64 [len(target), 2], tokens
@@ -279,9 +280,18 @@ def choices_of(
     bests = np.split(best.cpu().numpy(), ends)
     margins = np.split((two[:, 0] - two[:, 1]).cpu().numpy(), ends)
     return [
-        Choices(first_difference(torch.from_numpy(b[:, 0]), target, end_tokens), b, m)
+        TokenChoices(first_difference(torch.from_numpy(b[:, 0]), target, end_tokens), b, m)
         for b, m, target in zip(bests, margins, targets, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class _Continuation:
+    """An answer that is decoded. index: of the reference's. known: its first tokens."""
+
+    index: int
+    request: OfflineRequest
+    known: list[int]
 
 
 def answer_from_differences(
@@ -290,57 +300,56 @@ def answer_from_differences(
     reference: Sequence[Answered],
     differences: Mapping[int, FirstDifference | None],
     on_finished: Callable[[int], None] = lambda n: None,
-) -> list[Outcome]:
+) -> list[AnswerOutcome]:
     """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
 
     reference: in turn order. differences: by index, from first_difference; one that is missing is None.
     """
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, AnswerOutcome] = {}
     messages: dict[tuple[str, str], list[ChatMessage]] = {}
-    changed: set[tuple[str, str]] = (
-        set()
-    )  # conversations with a different answer in an earlier turn
-    for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
-        work: list[
-            tuple[int, TurnRequest, list[int]]
-        ] = []  # index, request, the answer's known first tokens
-        for i, (request, completion) in enumerate(reference):
-            if request.turn != turn:
-                continue
+    changed: set[tuple[str, str]] = set()  # conversations with a different earlier answer
+    by_turn: dict[int, list[int]] = {}
+    for i, (request, _) in enumerate(reference):
+        by_turn.setdefault(request.turn, []).append(i)
+    for turn in sorted(by_turn):
+        work: list[_Continuation] = []
+        for i in by_turn[turn]:
+            request, completion = reference[i]
+            difference = differences.get(i)
             if request.conversation in changed:
                 earlier = messages[request.conversation]
-                work.append(
-                    (i, template.request(request.workload, request.case, turn, earlier), [])
-                )
-                continue
-            difference = differences.get(i)
-            if difference is None:
-                outcomes[i] = Outcome(
-                    request, completion, True, len(completion.tokens) + completion.finished
-                )
-                continue
-            known = completion.tokens[: difference.index]
-            if difference.token is None:
-                work.append((i, request, known))
-            elif difference.token in template.end_tokens:
-                outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
+                own = template.request(request.workload, request.case, turn, earlier)
+                work.append(_Continuation(i, own, []))
+            elif difference is None:
+                agreed = len(completion.tokens) + completion.finished
+                outcomes[i] = AnswerOutcome(request, completion, True, agreed)
             else:
-                work.append((i, request, [*known, difference.token]))
-        rest = generate(
+                known = completion.tokens[: difference.index]
+                if difference.token in template.end_tokens:
+                    ended = Completion(known, True)
+                    outcomes[i] = AnswerOutcome(request, ended, False, difference.index)
+                    continue
+                if difference.token is not None:
+                    known = [*known, difference.token]
+                work.append(_Continuation(i, request, known))
+        completions = generate(
             engine,
-            [[*request.prompt, *known] for _, request, known in work],
-            [request.max_tokens - len(known) for _, request, known in work],
+            [[*w.request.prompt, *w.known] for w in work],
+            [w.request.max_tokens - len(w.known) for w in work],
             template.end_tokens,
             on_finished,
-            [len(known) for _, _, known in work],
+            [len(w.known) for w in work],
         )
-        for (i, request, known), more in zip(work, rest, strict=True):
-            completion = Completion(known + more.tokens, more.finished)
-            outcomes[i] = Outcome(request, completion, False, max(0, len(known) - 1))
-        for i, outcome in outcomes.items():
+        for w, rest in zip(work, completions, strict=True):
+            completion = Completion(w.known + rest.tokens, rest.finished)
+            agreed = max(0, len(w.known) - 1)
+            outcomes[w.index] = AnswerOutcome(w.request, completion, False, agreed)
+        for i in by_turn[turn]:
+            outcome = outcomes[i]
+            conversation = outcome.request.conversation
             if outcome.completion != reference[i].completion:
-                changed.add(outcome.request.conversation)
-            if outcome.request.turn == turn and reference[i].request.case.turns:
+                changed.add(conversation)
+            if outcome.request.case.turns:
                 message = template.message(outcome.request, outcome.completion)
-                messages.setdefault(outcome.request.conversation, []).append(message)
+                messages.setdefault(conversation, []).append(message)
     return [outcomes[i] for i in range(len(reference))]

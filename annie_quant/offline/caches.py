@@ -14,12 +14,6 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
-STATES = (
-    ("conv_states", "is_conv_states_initialized"),
-    ("recurrent_states", "is_recurrent_states_initialized"),
-)
-
-
 # (keys, values) → both as a cache holds them, in their own dtype.
 StoredForm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -106,9 +100,7 @@ def repeat_row(source: Layered, target: Layered, rows: int) -> None:
     """Fill `target` with `rows` copies of the one row of `source`. Keys and values are views until they grow."""
     for new, old in zip(target.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
-            set_states(
-                new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES]
-            )
+            set_states(new, old, [s.repeat_interleave(rows, 0) for s in states_of(old)])
         else:
             new.set(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
 
@@ -118,16 +110,12 @@ def concatenate(sources: Sequence[Layered], target: Layered, columns: int) -> No
     for n, new in enumerate(target.layers):
         old = [s.layers[n] for s in sources]
         if isinstance(new, LinearAttentionLayer):
-            set_states(
-                new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES]
-            )
+            by_source = zip(*(states_of(layer) for layer in old), strict=True)
+            set_states(new, old[0], [torch.cat(states) for states in by_source])
         else:
-            new.set(
-                *(
-                    torch.cat([pad_columns(getattr(o, x), columns) for o in old])
-                    for x in ("keys", "values")
-                )
-            )
+            keys = [pad_columns(layer.keys, columns) for layer in old]
+            values = [pad_columns(layer.values, columns) for layer in old]
+            new.set(torch.cat(keys), torch.cat(values))
 
 
 def take_rows(
@@ -139,7 +127,7 @@ def take_rows(
     """
     for new, old in zip(target.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
-            set_states(new, [old], [getattr(old, name)[0][rows] for name, _ in STATES])
+            set_states(new, old, [s[rows] for s in states_of(old)])
             continue
         keys = old.keys[rows]
         values = old.values[rows]
@@ -149,16 +137,22 @@ def take_rows(
         new.set(keys, values)
 
 
+def states_of(layer: LinearAttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states of the convolution and of the recurrence, one row each per row of the batch."""
+    return layer.conv_states[0], layer.recurrent_states[0]
+
+
 def set_states(
-    new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]
+    new: LinearAttentionLayer, old: LinearAttentionLayer, states: Sequence[torch.Tensor]
 ) -> None:
-    for (name, flag), state in zip(STATES, states, strict=True):
-        getattr(new, name)[0] = state
-        getattr(new, flag)[0] = True
-    new.conv_kernel_size[0] = old[0].conv_kernel_size[0]
+    """Give a layer these states, and the settings of `old`."""
+    new.conv_states[0], new.recurrent_states[0] = states
+    new.is_conv_states_initialized[0] = True
+    new.is_recurrent_states_initialized[0] = True
+    new.conv_kernel_size[0] = old.conv_kernel_size[0]
     new.has_previous_state[0] = True
-    new.dtype = old[0].dtype
-    new.device = old[0].device
+    new.dtype = old.dtype
+    new.device = old.device
 
 
 def pad_columns(states: torch.Tensor, columns: int) -> torch.Tensor:

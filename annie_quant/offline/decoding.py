@@ -42,7 +42,7 @@ def advance_fixed(engine: Engine, running: RunningBatch) -> None:
     than they run; a graph launches them together. It has fixed shapes, so the batch gets spare columns of keys and values, the mask
     hides those that are not written, and rows that have ended are computed until the batch is cut again.
     """
-    work = partial(compute, engine, running)
+    work = partial(compute_step, engine, running)
     if not running.left:
         running.compact()
         running.add_columns()
@@ -57,7 +57,7 @@ def advance_fixed(engine: Engine, running: RunningBatch) -> None:
     running.left -= 1
 
 
-def compute(engine: Engine, running: RunningBatch) -> None:
+def compute_step(engine: Engine, running: RunningBatch) -> None:
     """Compute one step, and write its results into the batch's own tensors."""
     assert running.column is not None
     running.real.index_fill_(1, running.column, True)
@@ -111,7 +111,7 @@ def capture(engine: Engine, work: Callable[[], None]) -> torch.cuda.CUDAGraph | 
     return graph
 
 
-FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
+FINISHED_ROW = -1  # in RunningBatch.rows: a finished row that is still computed
 SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
@@ -127,7 +127,7 @@ class Completion:
 class RunningBatch:
     """Rows that are being decoded.
 
-    rows: the prompt's index per row, or FINISHED. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
+    rows: the prompt's index per row, or FINISHED_ROW. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
     hold a token of the row. tokens: int64 [B], chosen last and not computed yet.
 
     Where steps are computed in buffers of fixed size, column: int64 [1], the column that the next step writes; left: steps until
@@ -146,7 +146,7 @@ class RunningBatch:
     @property
     def active(self) -> list[int]:
         """Positions of the rows that are not finished."""
-        return [j for j, row in enumerate(self.rows) if row != FINISHED]
+        return [j for j, row in enumerate(self.rows) if row != FINISHED_ROW]
 
     def compact(self) -> None:
         """Drop finished rows, and the unused columns of the others."""
@@ -199,12 +199,13 @@ def generate(
         if not part:
             continue
         running = join(
-            engine, start(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read)
+            engine,
+            compute_prompts(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read),
         )
         while running.active:
             n_finished = 0
             for j, token in enumerate(running.tokens.tolist()):
-                if running.rows[j] == FINISHED:
+                if running.rows[j] == FINISHED_ROW:
                     continue
                 completion = completions[running.rows[j]]
                 limit = limits[running.rows[j]]
@@ -212,7 +213,7 @@ def generate(
                 if not completion.finished:
                     completion.tokens.append(token)
                 if completion.finished or len(completion.tokens) == limit:
-                    running.rows[j] = FINISHED
+                    running.rows[j] = FINISHED_ROW
                     n_finished += 1
             on_finished(n_finished)
             active = running.active
@@ -223,7 +224,7 @@ def generate(
     return completions
 
 
-def start(
+def compute_prompts(
     engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int], read: Sequence[int]
 ) -> list[RunningBatch]:
     """Compute the prompts of these rows. The batches' tokens are the first of each row. read[i]: tokens that are not decoded."""
@@ -288,7 +289,9 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
 
 # ---- drafts of an MTP head
 
-MOST_ANSWERS = 32  # per workload: about 1,000 tokens, for one more forward over so many answers
+MAX_DRAFTED_ANSWERS = (
+    32  # per workload: about 1,000 tokens, for one more forward over so many answers
+)
 
 
 class Drafted(NamedTuple):
@@ -406,7 +409,7 @@ def draft_acceptance(
 ) -> dict[str, DraftAcceptance]:
     """Return by workload how many first drafts equal the token that the model chose. Empty without a head.
 
-    answers: the model's own answers; at most MOST_ANSWERS per workload are used, evenly spread.
+    answers: the model's own answers; at most MAX_DRAFTED_ANSWERS per workload are used, evenly spread.
     """
     if not has_head(folder):
         return {}
@@ -432,13 +435,13 @@ def draft_acceptance(
 
 
 def spread_answers(answers: Sequence[Drafted]) -> list[Drafted]:
-    """Return at most MOST_ANSWERS answers of two tokens or more per workload, evenly spread over them."""
+    """Return at most MAX_DRAFTED_ANSWERS answers of two tokens or more per workload, evenly spread over them."""
     groups: dict[str, list[Drafted]] = {}
     for answer in answers:
         if len(answer.answer) > 1:
             groups.setdefault(answer.workload, []).append(answer)
     chosen = []
     for group in groups.values():
-        count = min(MOST_ANSWERS, len(group))
+        count = min(MAX_DRAFTED_ANSWERS, len(group))
         chosen += [group[i * len(group) // count] for i in range(count)]
     return chosen

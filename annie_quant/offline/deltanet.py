@@ -37,7 +37,7 @@ class RaggedBatch:
     """The running batch, for the DeltaNet layers.
 
     lengths: int64 [B], real steps of each row; None when all `steps` are real. cache: receives the states. prompts: int64 [B],
-    first steps of each row that belong to its prompt, the others to its answer; None when all do.
+    first steps of each row that belong to its prompt, the others to its answer; None when all do. span: their least and most.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,8 @@ class RaggedBatch:
         self.steps = steps
         self.cache = cache
         self.prompts = prompts
+        # Read here, once per forward: on a GPU's tensor it would wait for the device in every layer.
+        self.span = (0, 0) if prompts is None else (int(prompts.min()), int(prompts.max()))
 
 
 def gated_delta_rule(
@@ -241,13 +243,13 @@ def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = 
         steps = torch.arange(g.shape[1], device=g.device)
         if batch.lengths is not None:
             real = (steps < batch.lengths.unsqueeze(1)).unsqueeze(-1)
-            g, beta = g * real, beta * real
+            g = g * real
+            beta = beta * real
         if batch.prompts is None or decoding is None:
             return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
         more["output_final_state"] = True
-        inside = (steps < batch.prompts.unsqueeze(1)).unsqueeze(-1)
-        start = int(batch.prompts.min())
-        end = int(batch.prompts.max())
+        inside = (steps < batch.prompts.to(g.device).unsqueeze(1)).unsqueeze(-1)
+        start, end = batch.span
         head, state = run(rule, slice(0, end), inside, initial_state)
         tail, state = run(decoding, slice(start, None), ~inside, state)
         middle = torch.where(
@@ -265,9 +267,8 @@ def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
         if batch.lengths is not None and batch.cache is not None:
             state = batch.cache.layers[layer].conv_states[0]
             size = state.shape[-1]
-            columns = functional.pad(
-                x, (size, 0)
-            )  # x ends with the batch's steps; a short row starts in the zeros
+            # x ends with the batch's steps; a short row starts in the zeros.
+            columns = functional.pad(x, (size, 0))
             starts = columns.shape[-1] - batch.steps + batch.lengths - size
             index = starts.view(-1, 1, 1) + torch.arange(size, device=x.device)
             state.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
@@ -314,7 +315,8 @@ def delta_layers(model: torch.nn.Module) -> list[DeltaLayer]:
     Raises EnvironmentFault if they have none: transformers 5.15 and later keep them elsewhere, and replacing them would do nothing.
     """
     layers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
-    if not all(hasattr(layer, name) for layer in layers for name in FUNCTIONS):
+    lacking = [layer for layer in layers if not {*FUNCTIONS} <= {*dir(layer)}]
+    if lacking:
         raise EnvironmentFault(
             f"transformers {transformers.__version__}: its DeltaNet layers cannot be computed by this package",
             "pip install 'transformers>=5.2,<5.15'",
@@ -322,12 +324,16 @@ def delta_layers(model: torch.nn.Module) -> list[DeltaLayer]:
     return layers
 
 
+def functions_of(layer: DeltaLayer) -> list[Callable[..., Any]]:
+    return [getattr(layer, name) for name in FUNCTIONS]
+
+
 @contextlib.contextmanager
 def ragged_layers(
     layers: Sequence[DeltaLayer], profile: Profile, batch: RaggedBatch
 ) -> Iterator[None]:
     """Let DeltaNet layers compute `batch` as a ragged one, with the roundings of a profile."""
-    before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
+    before = [functions_of(layer) for layer in layers]
     try:
         for layer, (rule, recurrent, conv, step) in zip(layers, before, strict=True):
             own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule

@@ -54,6 +54,7 @@ class SumOrder:
 
 
 USUAL = SumOrder()
+PERMUTED = SumOrder(permutation=1)
 
 
 @contextlib.contextmanager

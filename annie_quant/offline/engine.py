@@ -26,7 +26,7 @@ from annie_quant.offline.codec import rounding
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
 from annie_quant.offline.profiles import Profile, profile_of
 
-NAME = "annie_quant_grouped"
+ATTENTION_NAME = "annie_quant_grouped"
 
 
 def grouped_attention(
@@ -89,7 +89,7 @@ def use_grouped_attention(
     """
     if config._attn_implementation != "sdpa":
         return contextlib.nullcontext()
-    name = f"{NAME}_{profile.stream}"
+    name = f"{ATTENTION_NAME}_{profile.stream}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(
             name, rounded_attention(profile) if profile.rounds else grouped_attention
@@ -110,20 +110,22 @@ def use_attention(config: PretrainedConfig, name: str) -> Iterator[None]:
 
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
-TOKENS = {
+CPU_FORWARD_TOKENS = {
     "cpu": 1024
 }  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
 MAX_CACHE_COLUMNS = 1 << 18  # of keys and values of all rows, which each have a copy of the prefix
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 # What an H200 computes while the kernels of one forward through eight layers are launched.
 LAUNCH_FLOP = 5e11
-ROWS = 128
-MAX_ROWS = 512  # on a GPU, which computes a step of many rows in little more time than one of few
+BATCH_ROWS = 128
+MAX_BATCH_ROWS = (
+    512  # on a GPU, which computes a step of many rows in little more time than one of few
+)
 ROWS_SHARE = 0.2  # of the free memory, for the keys and values of a batch
 ROW_TOKENS = 2048  # of a long prompt and its answer
 # per forward on a GPU; the most are for a small model
-LEAST_TOKENS = 4096
-MOST_TOKENS = 32768
+MIN_FORWARD_TOKENS = 4096
+MAX_FORWARD_TOKENS = 32768
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ class Forward:
 class Engine:
     """A model with its batching.
 
-    tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model.
-    rows: most rows per batch; None: ROWS, on a GPU as many as fit, up to MAX_ROWS.
+    tokens: most tokens (rows x length) per forward; None: CPU_FORWARD_TOKENS, on a GPU more for a small model.
+    rows: most rows per batch; None: BATCH_ROWS, on a GPU as many as fit, up to MAX_BATCH_ROWS.
     fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.advance_fixed).
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
@@ -158,7 +160,9 @@ class Engine:
         self.device = next(model.parameters()).device
         self.config = model.config.get_text_config()
         launched = tokens_per_launch(self.config) if self.device.type == "cuda" else 0
-        self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
+        self.tokens = tokens or max(
+            CPU_FORWARD_TOKENS.get(self.device.type, MIN_FORWARD_TOKENS), launched
+        )
         self.group_cost = max(GROUP_COST, launched)
         self.layer_types = getattr(self.config, "layer_types", None) or (
             ["full_attention"] * self.config.num_hidden_layers
@@ -193,9 +197,9 @@ class Engine:
         self.fixed_buffers = self.captures and as_it_is and hasattr(model.base_model, "layers")
 
     def rows_that_fit(self) -> int:
-        """Return ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_ROWS."""
+        """Return BATCH_ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_BATCH_ROWS."""
         if self.device.type != "cuda":
-            return ROWS
+            return BATCH_ROWS
         heads = getattr(self.config, "num_key_value_heads", self.config.num_attention_heads)
         width = getattr(self.config, "head_dim", None)
         width = width or self.config.hidden_size // self.config.num_attention_heads
@@ -203,7 +207,7 @@ class Engine:
         token_bytes = 2 * n_layers * heads * width * self.model.dtype.itemsize
         free = torch.cuda.mem_get_info(self.device)[0]
         fitting = int(ROWS_SHARE * free / (token_bytes * ROW_TOKENS))
-        return max(ROWS, min(MAX_ROWS, fitting - fitting % ROWS))
+        return max(BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % BATCH_ROWS))
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
@@ -254,20 +258,21 @@ class Engine:
                 ids = torch.zeros(len(batch), width, dtype=torch.long)
                 for j, i in enumerate(batch):
                     ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
-                lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
-                prefilled = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
+                # Compared on the CPU: a comparison of a GPU's tensors would wait for all steps before.
+                lengths = torch.tensor([len(inputs[i]) - shared for i in batch])
+                prefilled = torch.tensor([prompts[i] - shared for i in batch])
                 ragged = int(lengths.min()) < width
                 has_answers = bool((prefilled < lengths).any())
                 self.batch.set(
-                    lengths if ragged else None, width, cache, prefilled if has_answers else None
+                    lengths.to(self.device) if ragged else None,
+                    width,
+                    cache,
+                    prefilled if has_answers else None,
                 )
+                firsts = [0 if read is None else read[i] - shared for i in batch]
                 columns = torch.arange(width)
-                spans = [
-                    (0 if read is None else read[i] - shared, len(inputs[i]) - shared)
-                    for i in batch
-                ]
-                mask = torch.stack([(columns >= first) & (columns < end) for first, end in spans])
-                with self.last_mlp_at(mask.to(self.device)):
+                mask = (columns >= torch.tensor(firsts)[:, None]) & (columns < lengths[:, None])
+                with self.last_mlp_at(mask):
                     hidden = self.step(ids.to(self.device), cache, shared + width)
                 self.batch.set(None, 0, None)
                 yield Forward(batch, hidden, shared, cache)
@@ -278,12 +283,11 @@ class Engine:
 
         On a GPU, and in a mixture, it computes all: the selection would wait for the device, and experts get tokens together.
         """
-        mlp = (
-            getattr(self.model.base_model.layers[-1], "mlp", None)
-            if self.device.type == "cpu"
-            else None
-        )
-        if mlp is None or not hasattr(mlp, "down_proj") or bool(positions.all()):
+        if self.device.type != "cpu" or bool(positions.all()):
+            yield
+            return
+        mlp = getattr(self.model.base_model.layers[-1], "mlp", None)
+        if not hasattr(mlp, "down_proj"):
             yield
             return
         # accelerate replaces it too
@@ -292,7 +296,8 @@ class Engine:
 
         def at_positions(x: torch.Tensor) -> torch.Tensor:
             output = torch.zeros_like(x)
-            if len(chosen := x[positions]):
+            chosen = x[positions]
+            if len(chosen):
                 output[positions] = forward(chosen)
             return output
 
@@ -377,7 +382,7 @@ def tokens_per_launch(config: PretrainedConfig) -> int:
     weights = (
         12 * config.num_hidden_layers * config.hidden_size**2
     )  # of attention and MLP of the usual shape
-    return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
+    return min(MAX_FORWARD_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
 
 
 def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, ...]]:
@@ -391,14 +396,14 @@ def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, 
         waiting.append(row)
         n += len(row[1])
         if n >= least:
-            yield joined(waiting)
+            yield _joined(waiting)
             waiting = []
             n = 0
     if waiting:
-        yield joined(waiting)
+        yield _joined(waiting)
 
 
-def joined(rows: Sequence[Any]) -> tuple[Any, ...]:
+def _joined(rows: Sequence[Any]) -> tuple[Any, ...]:
     indices, *tensors = zip(*rows, strict=True)
     return indices, *(torch.cat(t) if len(t) > 1 else t[0] for t in tensors)
 

@@ -32,15 +32,15 @@ import torch
 from annie_quant.documents import EnsembleFigures
 from annie_quant.offline.answers import (
     AnswerCache,
-    Choices,
+    AnswerOutcome,
     FirstDifference,
-    Outcome,
+    TokenChoices,
     answer_from_differences,
     choices_of,
     request_key,
 )
 from annie_quant.offline.decoding import Completion
-from annie_quant.offline.emulation import USUAL, SumOrder, emulate
+from annie_quant.offline.emulation import PERMUTED, USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.profiles import (
@@ -55,10 +55,9 @@ from annie_quant.offline.prompts import Answered
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
-PERMUTED = SumOrder(permutation=1)
-SPLIT = SumOrder(
-    parts=3
-)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
+# Two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL).
+SPLIT_SUMS = SumOrder(parts=3)
+PERMUTED_SUFFIX = "perm1"
 FROM_THE_PROMPT = FirstDifference(0, None)
 # By the answer's index; an answer that is not in it is the reference's.
 Differences = Mapping[int, FirstDifference | None]
@@ -76,50 +75,45 @@ class MemberOutcomes:
 
     name: str
     arithmetic: str
-    outcomes: list[Outcome]
+    outcomes: list[AnswerOutcome]
     n_computed: int
     n_changed: int
 
 
-def run(
+def further_members(
     pair: ModelPair,
     name: str,
     answered: Sequence[Answered],
-    base: Mapping[int, Choices],
-    outcomes: Sequence[Outcome],
+    base: Mapping[int, TokenChoices],
+    outcomes: Sequence[AnswerOutcome],
 ) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
     profile = find_profile(name)
     members: list[MemberOutcomes] = []
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
-        part = answers_of(pair, pair.engine, answered, computed, f"{name}+{suffix}")
-        changed = sum(own.completion != o.completion for own, o in zip(part, outcomes, strict=True))
-        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, part, len(computed), changed))
+        member = f"{name}+{suffix}"
+        own = member_answers(pair, pair.engine, answered, computed, member)
+        pairs = zip(own, outcomes, strict=True)
+        n_changed = sum(a.completion != b.completion for a, b in pairs)
+        members.append(MemberOutcomes(member, arithmetic, own, len(computed), n_changed))
 
     second, order = second_arithmetic(pair, profile)
+    text = f"{name}: second arithmetic"
     with emulate(pair.model, second, order):
-        other, noise, uncertain = perturbed(
-            pair, pair.engine, answered, base, f"{name}: second arithmetic"
-        )
-        suffix = (
-            f"perm{order.permutation}"
-            if order != USUAL
-            else "float32"
-            if profile.rounds
-            else "bf16"
-        )
-        add(suffix, describe(second, order), differences_of(other))
+        other, noise, uncertain = perturbed(pair, pair.engine, answered, base, text)
+        suffix = "float32" if profile.rounds else "bf16"
+        suffix = PERMUTED_SUFFIX if order == PERMUTED else suffix
+        add(suffix, arithmetic_text(second, order), differences_of(other))
     if order == USUAL:
+        text = f"{name}: sums in another order"
         with emulate(pair.model, profile, PERMUTED):
-            choices = choose(
-                pair, pair.engine.scores, answered, uncertain, f"{name}: sums in another order"
-            )
-            add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), differences_of(choices))
+            choices = score_choices(pair, pair.engine.scores, answered, uncertain, text)
+            add(PERMUTED_SUFFIX, arithmetic_text(profile, PERMUTED), differences_of(choices))
     other_beta = with_rounded_beta(profile)
-    with emulate(pair.model, other_beta, SPLIT):
-        from_prompts = dict.fromkeys(uncertain, FROM_THE_PROMPT)
-        add("cut16", f"{describe(other_beta, SPLIT)}, decoded token by token", from_prompts)
+    with emulate(pair.model, other_beta, SPLIT_SUMS):
+        arithmetic = f"{arithmetic_text(other_beta, SPLIT_SUMS)}, decoded token by token"
+        add("cut16", arithmetic, dict.fromkeys(uncertain, FROM_THE_PROMPT))
     return members, EnsembleFigures(noise, len(uncertain), len(answered))
 
 
@@ -127,23 +121,22 @@ def perturbed(
     pair: ModelPair,
     engine: Engine,
     answered: Sequence[Answered],
-    base: Mapping[int, Choices],
+    base: Mapping[int, TokenChoices],
     text: str,
-) -> tuple[dict[int, Choices], float, list[int]]:
+) -> tuple[dict[int, TokenChoices], float, list[int]]:
     """Return the model's choices for a sample and all uncertain answers, the noise, and the indices of the uncertain answers."""
-    other = choose(pair, engine.scores, answered, sampled(answered), text, base)
+    other = score_choices(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
     rest = [i for i in uncertain_answers(base, other, noise) if i not in other]
-    other |= choose(pair, engine.scores, answered, rest, text, base)
+    other |= score_choices(pair, engine.scores, answered, rest, text, base)
     return other, noise, uncertain_answers(base, other, noise)
 
 
 def sampled(answered: Sequence[Answered]) -> list[int]:
     """Return the indices of a seeded sample of conversations, with all of their turns."""
     conversations = list(dict.fromkeys(a.request.conversation for a in answered))
-    chosen = set(
-        random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations)))
-    )
+    n = min(NOISE_CONVERSATIONS, len(conversations))
+    chosen = set(random.Random(0).sample(conversations, n))
     return [i for i, a in enumerate(answered) if a.request.conversation in chosen]
 
 
@@ -157,50 +150,53 @@ def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOr
     return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), USUAL
 
 
-def describe(profile: Profile, order: SumOrder) -> str:
+def arithmetic_text(profile: Profile, order: SumOrder) -> str:
     """Return the arithmetic in a few words."""
-    text = profile.describe() + (", sums in another order" if order.permutation is not None else "")
-    return text + (f", sums in {order.parts} parts" if order.parts > 1 else "")
+    text = profile.describe()
+    if order.permutation is not None:
+        text += ", sums in another order"
+    if order.parts > 1:
+        text += f", sums in {order.parts} parts"
+    return text
 
 
-def choose(
+def score_choices(
     pair: ModelPair,
     scores: Callable[[Sequence[Row]], Iterable[tuple[int, torch.Tensor]]],
     answered: Sequence[Answered],
     indices: Sequence[int],
     text: str,
-    base: Mapping[int, Choices] | None = None,
-) -> dict[int, Choices]:
+    base: Mapping[int, TokenChoices] | None = None,
+) -> dict[int, TokenChoices]:
     """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
 
     scores: as Engine.scores. base: choices whose two best tokens the margins are of; None: the model's own two best.
     """
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
-    choices: dict[int, Choices] = {}
+    choices: dict[int, TokenChoices] = {}
     pair.progress.update(0, len(rows), text)
     for numbers, logits in batches(scores(rows), pair.engine.compared_tokens):
         part = [indices[j] for j in numbers]
         pairs = None if base is None else [base[i].best for i in part]
         targets = [rows[j].target for j in numbers]
-        choices |= zip(
-            part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True
-        )
+        chosen = choices_of(logits, targets, pair.template.end_tokens, pairs)
+        choices.update(zip(part, chosen, strict=True))
         pair.progress.update(len(choices), len(rows), text)
     return choices
 
 
-def differences_of(choices: Mapping[int, Choices]) -> dict[int, FirstDifference | None]:
+def differences_of(choices: Mapping[int, TokenChoices]) -> dict[int, FirstDifference | None]:
     return {i: c.difference for i, c in choices.items()}
 
 
-def answers_of(
+def member_answers(
     pair: ModelPair,
     engine: Engine,
     answered: Sequence[Answered],
     differences: Differences,
     name: str,
-) -> list[Outcome]:
+) -> list[AnswerOutcome]:
     """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
     n_different = sum(d is not None for d in differences.values())
     text = f"{name}: answering from the first difference ({n_different})"
@@ -215,14 +211,14 @@ def answers_of(
     return answer_from_differences(engine, pair.template, answered, differences, on_finished)
 
 
-def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:
+def margin_noise(base: Mapping[int, TokenChoices], other: Mapping[int, TokenChoices]) -> float:
     """Return the standard deviation of the change of the margin between base's two best tokens, from its median over tokens."""
     changes = [base[i].margins - other[i].margins for i in other]
     return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
 
 
 def uncertain_answers(
-    base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
+    base: Mapping[int, TokenChoices], other: Mapping[int, TokenChoices], noise: float
 ) -> list[int]:
     """Return the indices of answers that a perturbation could change."""
     return [
@@ -254,9 +250,11 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = second_arithmetic(pair, find_profile("bf16"))
     name = "bf16, second arithmetic"
-    base = choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
+    base = score_choices(
+        pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins"
+    )
     engine = pair.reference.engine()
     with emulate(engine.model, profile, order):
         choices, _, _ = perturbed(pair, engine, answered, base, name)
-        outcomes = answers_of(pair, engine, answered, differences_of(choices), name)
+        outcomes = member_answers(pair, engine, answered, differences_of(choices), name)
     return [outcome.completion for outcome in outcomes]

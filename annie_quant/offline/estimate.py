@@ -24,20 +24,21 @@ TIMED_STEPS = 4
 ANSWER_SHARE = 0.3  # of an answer's token limit
 REFERENCE_PASSES = 2.6  # over all prompts: answers, margins, and the second arithmetic
 REFERENCE_ANSWERS = 1.3  # of all answers, decoded
-PASSES = 1.2  # per numerics: checked, and decoded from the first difference
-ANSWERS = 0.2
+PASSES_PER_NUMERICS = 1.2  # per numerics: checked, and decoded from the first difference
+ANSWERS_PER_NUMERICS = 0.2
 MEMBER_PASSES = 2.0  # of all further members of one numerics
 MEMBER_ANSWERS = 0.7
 
 
-def describe(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> str:
+def estimate_line(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> str:
     """Return the estimate as one line: prompts, seconds, the time at which they have passed, and memory."""
     seconds = estimated_seconds(pair, workloads, n_numerics)
     end = datetime.now().astimezone() + timedelta(seconds=seconds)
     cache = "float32" if pair.dtype == "float32" else "bf16"
     folders = {pair.job.checkpoint, pair.job.reference}
     size = sum(memory_bytes(ModelFolder(f), cache, f"torch.{pair.dtype}") for f in folders)
-    n_prompts = sum(case.n_turns for w in workloads for case in w.cases)
+    cases = [case for workload in workloads for case in workload.cases]
+    n_prompts = sum(case.n_turns for case in cases)
     duration = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     return (
         f"{n_prompts} prompts, {n_numerics} numerics: about {duration}, until {end:%H:%M}; "
@@ -47,15 +48,17 @@ def describe(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) ->
 
 def estimated_seconds(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> float:
     """Return the seconds of an evaluation without cached answers."""
-    requests = [pair.template.request(w, case) for w in workloads for case in w.cases]
+    requests = []
+    for workload in workloads:
+        requests += [pair.template.request(workload, case) for case in workload.cases]
     prompts = [list(request.prompt) for request in requests]
     token_seconds, step_seconds = speeds(pair.engine, prompts, pair.template.end_tokens)
     n_turns = sum(request.case.n_turns for request in requests)
     n_tokens = computed_tokens(prompts, pair.engine.group_cost) * n_turns / len(requests)
     limits = [request.max_tokens * request.case.n_turns for request in requests]
     n_steps = ANSWER_SHARE * sum(limits) / min(pair.engine.rows, n_turns)
-    passes = PASSES
-    answers = ANSWERS
+    passes = PASSES_PER_NUMERICS
+    answers = ANSWERS_PER_NUMERICS
     if pair.job.has_ensemble:
         passes += MEMBER_PASSES
         answers += MEMBER_ANSWERS

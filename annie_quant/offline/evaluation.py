@@ -1,9 +1,9 @@
 """One evaluation of loaded models: gates, KL divergence and perplexity of a checkpoint compared with its bf16 reference.
 
-prepare   the reference answers every prompt greedily, in two arithmetics
-measure   under one numerics the checkpoint is checked against those answers (answers.py), in one pass that also gives the KL
-          figures, and in the further members of the numerics (ensemble.py)
-conclude  gates, counts and verdicts are made from the answers, without a model (judging.py, judge/evidence.py)
+prepare_evaluation   the reference answers every prompt greedily, in two arithmetics
+measure_numerics     under one numerics the checkpoint is checked against those answers (answers.py), in one pass that also gives
+                     the KL figures, and in the further members of the numerics (ensemble.py)
+judge_measurements   gates, counts and verdicts are made from the answers, without a model (judging.py, judge/evidence.py)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from annie_quant.judge.sampling import (
     shortages,
 )
 from annie_quant.offline import decoding, ensemble, estimate
-from annie_quant.offline.answers import Outcome
+from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -48,7 +48,7 @@ from annie_quant.offline.judging import (
 from annie_quant.offline.linears import NVFP4Linear
 from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
-from annie_quant.offline.profiles import choose, find_profile
+from annie_quant.offline.profiles import choose_profiles, find_profile
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
 
 
@@ -61,14 +61,14 @@ class ScoredText:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Baseline:
     """What a checkpoint is compared with, before it computes anything.
 
     workloads: the distinct prompts, with the gates that compare with bf16's own answers.
     answered, second: the reference's answers in its usual and in its second arithmetic.
     compares: whether the workloads themselves have gates that compare with bf16's own answers.
     own, conversations: texts that are scored: the reference's answers, and those of the job's conversations.
-    numerics: names of the profiles that are measured.
+    numerics: names of the profiles that are measurements.
     blocking: why the verdict cannot be "keeps".
     notes: what else a reader must know about how it was computed.
     """
@@ -85,7 +85,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A checkpoint's answers and figures under one numerics.
 
     outcomes: its answers to all prompts.
@@ -95,7 +95,7 @@ class Measured:
     """
 
     name: str
-    outcomes: list[Outcome]
+    outcomes: list[AnswerOutcome]
     kl: documents.KLSummary | None
     kl_conversations: documents.KLSummary | None
     drafts: dict[str, documents.DraftAcceptance]
@@ -180,11 +180,11 @@ def announce(pair: ModelPair) -> None:
     if pair.progress is SILENT:
         return
     job = pair.job
-    numerics, _ = choose(job.numerics, profiles_of(pair.model))
+    numerics, _ = choose_profiles(job.numerics, profiles_of(pair.model))
     n_numerics = 1 if job.quick else len(numerics)
     prompts = job.prompts(job.n_per_gate)
     if prompts:
-        pair.progress.message(estimate.describe(pair, prompts, n_numerics))
+        pair.progress.message(estimate.estimate_line(pair, prompts, n_numerics))
 
 
 def chosen_prompts(pair: ModelPair) -> list[Workload]:
@@ -202,16 +202,16 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
 
     Raises UsageError where the checkpoint supports none of the job's numerics.
     """
-    prepared = prepare(pair, workloads)
-    measured = [measure(pair, prepared, name) for name in prepared.numerics]
-    return conclude(pair, prepared, measured)
+    baseline = prepare_evaluation(pair, workloads)
+    measurements = [measure_numerics(pair, baseline, name) for name in baseline.numerics]
+    return judge_measurements(pair, baseline, measurements)
 
 
-def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
+def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseline:
     """Let the reference answer, and compare the checkpoint's own prompt files with the reference's."""
     job = pair.job
     workloads, n_repeated = judge.distinct_prompts(workloads)
-    numerics, skipped = choose(job.numerics, profiles_of(pair.model))
+    numerics, skipped = choose_profiles(job.numerics, profiles_of(pair.model))
     numerics = numerics[:1] if job.quick else numerics
     not_located: Counter[str] = Counter()
     conversations = conversation_answers(pair.template, job.conversations, not_located)
@@ -237,7 +237,7 @@ def prepare(pair: ModelPair, workloads: Sequence[Workload]) -> Prepared:
         if workload.informative:
             gates = ", ".join(workload.informative)
             notes.append(f"{workload.name}: {gates} for information only, as the workload states")
-    return Prepared(
+    return Baseline(
         workloads=workloads,
         compares=compares,
         answered=answered,
@@ -254,12 +254,12 @@ def scored_text(template: Template, answers: list[ScoredAnswer]) -> ScoredText:
     return ScoredText(answers, token_labels(template, answers))
 
 
-def measure(pair: ModelPair, prepared: Prepared, name: str) -> Measured:
+def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurement:
     """Score all tokens in one pass, then decode the answers that differ from the reference's, here and in each further member."""
     start = time.monotonic()
-    answered = prepared.answered
-    own = prepared.own
-    conversations = prepared.conversations
+    answered = baseline.answered
+    own = baseline.own
+    conversations = baseline.conversations
     with emulate(pair.model, find_profile(name)):
         comparison = pair.compare(
             [*own.answers, *conversations.answers], f"{name}: checking answers"
@@ -267,14 +267,14 @@ def measure(pair: ModelPair, prepared: Prepared, name: str) -> Measured:
         compared_own, compared_conversations = comparison.split(len(answered))
         base = dict(enumerate(compared_own.choices))
         differences = ensemble.differences_of(base)
-        outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
+        outcomes = ensemble.member_answers(pair, pair.engine, answered, differences, name)
         own_answers = [Answered(o.request, o.completion) for o in outcomes]
         drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, own_answers)
     members: list[ensemble.MemberOutcomes] = []
     figures = None
     if pair.job.has_ensemble:
-        members, figures = ensemble.run(pair, name, answered, base, outcomes)
-    return Measured(
+        members, figures = ensemble.further_members(pair, name, answered, base, outcomes)
+    return Measurement(
         name=name,
         outcomes=outcomes,
         kl=compared_own.summary(own.labels) if own.answers else None,
@@ -288,18 +288,18 @@ def measure(pair: ModelPair, prepared: Prepared, name: str) -> Measured:
     )
 
 
-def conclude(
-    pair: ModelPair, prepared: Prepared, measured: Sequence[Measured]
+def judge_measurements(
+    pair: ModelPair, baseline: Baseline, measurements: Sequence[Measurement]
 ) -> documents.Evaluation:
     """Return the evaluation: the outcomes of all gates, the counts and the verdict."""
     job = pair.job
-    references = reference_answers(pair.template, prepared.answered)
-    floor = references.outcomes(references.judge(prepared.second))
-    blocking = list(prepared.blocking)
+    references = reference_answers(pair.template, baseline.answered)
+    floor = references.outcomes(references.judge(baseline.second))
+    blocking = list(baseline.blocking)
     numerics: dict[str, documents.NumericsResult] = {}
     members: dict[str, documents.Member] = {}
     figures: dict[str, documents.EnsembleFigures] = {}
-    for side in measured:
+    for side in measurements:
         after = references.judge(side.outcomes)
         numerics[side.name] = numerics_result(references, side, after)
         constant = gives_one_answer(references, after)
@@ -324,12 +324,12 @@ def conclude(
             device=pair.engine.device.type,
             workloads={
                 w.name: documents.EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w))
-                for w in prepared.workloads
+                for w in baseline.workloads
             },
-            n_answers=len(prepared.answered),
-            n_conversation_answers=len(prepared.conversations.answers),
+            n_answers=len(baseline.answered),
+            n_conversation_answers=len(baseline.conversations.answers),
             n_text_tokens=0,
-            notes=prepared.notes,
+            notes=baseline.notes,
             reference_gates={},
             numerics=numerics,
             seconds=time.monotonic() - pair.start,
@@ -338,20 +338,20 @@ def conclude(
             floor_outcomes={gate: row for gate, row in floor.items() if gate in REFERENCE_GATES},
             members=members,
             ensemble=figures,
-            reference_drafts=reference_drafts(pair, prepared.answered),
+            reference_drafts=reference_drafts(pair, baseline.answered),
             checkpoint_files=prompt_files.model_files(job.checkpoint),
             reference_files=pair.reference.files,
             blocking=blocking,
         )
     )
-    if prepared.compares:
+    if baseline.compares:
         evaluation.notes += reference_notes(references.judged, evaluation.reference_gates)
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return evaluation
 
 
 def numerics_result(
-    references: ReferenceAnswers, side: Measured, after: Sequence[judge.Judged]
+    references: ReferenceAnswers, side: Measurement, after: Sequence[judge.Judged]
 ) -> documents.NumericsResult:
     """Return the document of one numerics without its counts. after: its answers with what judges them."""
     n_tokens = sum(len(o.completion.tokens) for o in side.outcomes)
@@ -397,7 +397,7 @@ def drafts_of(
     try:
         return decoding.draft_acceptance(engine, ModelFolder(folder), answers)
     except CheckpointError as error:
-        pair.progress.message(f"the MTP head is not measured: {error}")
+        pair.progress.message(f"the MTP head is not measurements: {error}")
         return {}
 
 

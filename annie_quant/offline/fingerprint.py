@@ -5,8 +5,8 @@ one. The differences between served and offline log-probabilities have a Laplace
 profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
 another order). The profile of the largest likelihood is named. Others whose likelihood is
 not significantly smaller (paired over the prompts) are listed with it, and among these one of the server's own family comes first.
-It is "none of these" where the served values are further away than LIMIT times that noise, or than CLOSEST times the distance to
-another candidate: a fault is not W4A4 because it is large.
+It is "none of these" where the served values are further away than NOISE_LIMIT times that noise, or than CLOSEST times the
+distance to another candidate: a fault is not W4A4 because it is large.
 
 Under W4A4 a last bit changes codes, which changes log-probabilities by tenths for a small model. A fault that is smaller than
 that noise is not seen, so the noise is part of the result.
@@ -14,8 +14,9 @@ that noise is not seen, so the noise is part of the result.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 
 from annie_quant import judge
 from annie_quant.offline import profiles
-from annie_quant.offline.emulation import USUAL, SumOrder, emulate
+from annie_quant.offline.emulation import PERMUTED, USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, profiles_of
 from annie_quant.offline.pair import StrPath
@@ -31,16 +32,16 @@ from annie_quant.offline.profiles import Profile, find_profile
 from annie_quant.offline.prompts import Template
 
 FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
-LIMIT = 2.0  # times the noise
+NOISE_LIMIT = 2.0  # times the noise
 INDEPENDENT = 2**0.5  # times the noise: where the server and the emulation have independent noise
 SIGNIFICANT = 2.0  # standard errors of the mean difference of log-likelihoods per prompt
 CLOSEST = 1.5  # times the difference from the closest candidate
 FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
-RARE = 1e-3  # of right servers
-REFERENCE = "bf16 reference"
-PERMUTED = SumOrder(permutation=1)
+FALSE_ALARM_RATE = 1e-3  # of right servers
+REFERENCE_NAME = "bf16 reference"
+SAMPLED_CASES = 24  # per workload, of which the shortest prompts are chosen
 
-Values = list[np.ndarray]  # per prompt, the log-probabilities of the served tokens
+PromptValues = list[np.ndarray]  # per prompt, the log-probabilities of the served tokens
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,8 @@ class Fingerprint:
         """The named arithmetic; None for none of these."""
         best = self.candidates[0]
         closest = min(max(c.difference, FLOOR) for c in self.candidates)
-        return (
-            best.name
-            if best.difference <= min(LIMIT * best.noise, max(CLOSEST * closest, FLOOR))
-            else None
-        )
+        limit = min(NOISE_LIMIT * best.noise, max(CLOSEST * closest, FLOOR))
+        return best.name if best.difference <= limit else None
 
     @property
     def is_doubtful(self) -> bool:
@@ -92,17 +90,51 @@ class Fingerprint:
 def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
     """Return n prompts as token ids: the shortest single-turn ones, evenly over the workloads."""
     template = Template(reference)
-    workloads = [w for w in judge.load_workloads() if not w.cases[0].turns]
-    per_workload = -(-n // len(workloads))
-    requests = [
-        sorted(
-            (template.request(w, c) for c in w.cases[:: max(1, len(w.cases) // 24)]),
-            key=lambda r: len(r.prompt),
-        )
-        for w in workloads
-    ]
-    chosen = [rows[i].prompt for i in range(per_workload) for rows in requests if i < len(rows)]
-    return chosen[:n]
+    shortest = []
+    for workload in judge.load_workloads():
+        if workload.cases[0].turns:
+            continue
+        cases = workload.cases[:: max(1, len(workload.cases) // SAMPLED_CASES)]
+        rows = [template.request(workload, case).prompt for case in cases]
+        shortest.append(sorted(rows, key=len))
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*shortest))
+    return [prompt for prompt in in_turn if prompt is not None][:n]
+
+
+@dataclass(frozen=True)
+class ServedAnswers:
+    """What a server has answered.
+
+    rows: prompts with the tokens that the server chose.
+    tokens: per prompt and step, the tokens that are compared.
+    values: per prompt, the server's log-probabilities of these tokens in a row.
+    """
+
+    rows: list[Row]
+    tokens: list[list[list[int]]]
+    values: PromptValues
+
+    def offline(
+        self, engine: Engine, profile: Profile, order: SumOrder
+    ) -> tuple[PromptValues, float]:
+        """Return the values under an offline arithmetic, and the share of served tokens that it also chooses."""
+        by_row: dict[int, np.ndarray] = {}
+        n_equal = 0
+        for i, own in log_probabilities(engine, self.rows, profile, order):
+            n_equal += int((own.argmax(-1) == torch.tensor(self.rows[i].target)).sum())
+            steps = [own[at, tokens] for at, tokens in enumerate(self.tokens[i])]
+            by_row[i] = torch.cat(steps).numpy()
+        n_tokens = sum(len(row.target) for row in self.rows)
+        return [by_row[i] for i in range(len(self.rows))], n_equal / n_tokens
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A candidate with what it is ranked by. by_prompt: log-likelihoods. equal_tokens: as of Fingerprint."""
+
+    candidate: Candidate
+    by_prompt: np.ndarray
+    equal_tokens: float
 
 
 def compare_with_server(
@@ -120,64 +152,66 @@ def compare_with_server(
     answers: the tokens that the server chose after each prompt. logprobs: per answer and token, {token id: log-probability}.
     family: "vllm" or "llama.cpp", the server's kind; "" for unknown.
     """
-    used = [i for i, answer in enumerate(answers) if answer]
-    rows = [Row(prompts[i], list(answers[i])) for i in used]
-    near = [[near_the_best(step) for step in logprobs[i]] for i in used]
-    served = [
-        np.array([v for step in answer for v in step.values()], np.float64) for answer in near
-    ]
-    token_lists = [[list(step) for step in answer] for answer in near]
-    rows_equal: dict[str, float] = {}
-    by_prompt: dict[str, np.ndarray] = {}  # log-likelihoods
-
-    def values(engine: Engine, name: str, profile: Profile, order: SumOrder = USUAL) -> Values:
-        by_row: dict[int, np.ndarray] = {}
-        n_equal = 0
-        with emulate(engine.model, profile, order):
-            for i, logits in engine.scores(rows):
-                own = torch.log_softmax(logits.double(), -1).cpu()
-                n_equal += int((own.argmax(-1) == torch.tensor(rows[i].target)).sum())
-                picked = [own[p, tokens] for p, tokens in enumerate(token_lists[i])]
-                by_row[i] = torch.cat(picked).numpy()
-        rows_equal[name] = n_equal / sum(len(r.target) for r in rows)
-        return [by_row[i] for i in range(len(rows))]
-
-    def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
-        own = values(engine, name, profile)
-        other = values(engine, "", *second_arithmetic(profile))
-        noise = max(FLOOR, mean_difference(own, other))
-        gaps = np.abs(np.concatenate(served) - np.concatenate(own))
-        by_prompt[name] = np.array(
-            [
-                -np.sum(np.log(2 * noise) + np.abs(a - b) / noise)
-                for a, b in zip(served, own, strict=True)
-            ]
-        )
-        return Candidate(
-            name, profile.describe(), float(gaps.mean()), noise, float(by_prompt[name].sum())
-        )
-
+    served = served_answers(prompts, answers, logprobs)
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
-    names = named_profiles(available)
-    candidates = [candidate(engine, name, find_profile(name)) for name in names]
-    if reference is not None and available != [profiles.UNQUANTIZED.name]:
-        candidates.append(
-            candidate(
-                loaded(reference, device), REFERENCE, profiles.in_bfloat16(profiles.UNQUANTIZED)
-            )
-        )
-    candidates.sort(key=lambda c: -c.log_likelihood)
-    likely = [
-        c
-        for c in candidates
-        if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])
+    comparisons = [
+        _compare(served, engine, name, find_profile(name)) for name in named_profiles(available)
     ]
-    likely.sort(key=lambda c: not c.name.startswith(family))  # stable
-    candidates = [*likely, *(c for c in candidates if c not in likely)]
-    n_values = sum(len(v) for v in served)
-    also = [c.name for c in likely[1:]]
-    return Fingerprint(candidates, also, len(rows), n_values, rows_equal[candidates[0].name])
+    if reference is not None and available != [profiles.UNQUANTIZED.name]:
+        rounded = profiles.in_bfloat16(profiles.UNQUANTIZED)
+        comparisons.append(_compare(served, loaded(reference, device), REFERENCE_NAME, rounded))
+    comparisons.sort(key=lambda c: -c.candidate.log_likelihood)
+    most_likely = comparisons[0].by_prompt
+    likely = [c for c in comparisons if not significantly_less(c.by_prompt, most_likely)]
+    likely.sort(key=lambda c: not c.candidate.name.startswith(family))  # stable
+    ranked = [*likely, *(c for c in comparisons if c not in likely)]
+    return Fingerprint(
+        candidates=[c.candidate for c in ranked],
+        also=[c.candidate.name for c in likely[1:]],
+        n_prompts=len(served.rows),
+        n_values=sum(len(v) for v in served.values),
+        equal_tokens=ranked[0].equal_tokens,
+    )
+
+
+def served_answers(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[Mapping[int, float]]],
+) -> ServedAnswers:
+    """Return the answers that have tokens, each step with the tokens near its best one."""
+    rows = []
+    tokens = []
+    values = []
+    for prompt, answer, steps in zip(prompts, answers, logprobs, strict=True):
+        if not answer:
+            continue
+        near = [near_the_best(step) for step in steps]
+        rows.append(Row(prompt, list(answer)))
+        tokens.append([list(step) for step in near])
+        values.append(np.array([v for step in near for v in step.values()], np.float64))
+    return ServedAnswers(rows, tokens, values)
+
+
+def _compare(served: ServedAnswers, engine: Engine, name: str, profile: Profile) -> _Comparison:
+    own, equal_tokens = served.offline(engine, profile, USUAL)
+    other, _ = served.offline(engine, *noise_arithmetic(profile))
+    noise = max(FLOOR, mean_difference(own, other))
+    pairs = zip(served.values, own, strict=True)
+    by_prompt = np.array([-np.sum(np.log(2 * noise) + np.abs(a - b) / noise) for a, b in pairs])
+    difference = mean_difference(served.values, own)
+    candidate = Candidate(name, profile.describe(), difference, noise, float(by_prompt.sum()))
+    return _Comparison(candidate, by_prompt, equal_tokens)
+
+
+def log_probabilities(
+    engine: Engine, rows: Sequence[Row], profile: Profile, order: SumOrder
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (row index, log-probabilities float64 [len(target), V] on the CPU) under an arithmetic."""
+    with emulate(engine.model, profile, order):
+        for i, logits in engine.scores(rows):
+            yield i, torch.log_softmax(logits.double(), -1).cpu()
 
 
 @dataclass(frozen=True)
@@ -196,8 +230,8 @@ class GreedyTokens:
 
     @property
     def limit(self) -> float:
-        """The margin that none of n tokens of a right server exceeds but in RARE of all cases, if differences are Laplace."""
-        return self.noise * math.log(self.n / RARE)
+        """The margin that a right server's n tokens exceed with probability FALSE_ALARM_RATE, if differences are Laplace."""
+        return self.noise * math.log(self.n / FALSE_ALARM_RATE)
 
 
 def compare_tokens(
@@ -207,31 +241,41 @@ def compare_tokens(
     device: str | None = None,
 ) -> GreedyTokens:
     """Score a server's greedy tokens under the arithmetics of a checkpoint. Returns the one that they fit best."""
-    rows = [Row(prompts[i], list(answer)) for i, answer in enumerate(answers) if answer]
+    pairs = zip(prompts, answers, strict=False)
+    rows = [Row(prompt, list(answer)) for prompt, answer in pairs if answer]
     engine = loaded(checkpoint, device)
-
-    def scores(profile: Profile, order: SumOrder) -> tuple[np.ndarray, np.ndarray]:
-        by_row = {}
-        with emulate(engine.model, profile, order):
-            for i, logits in engine.scores(rows):
-                own = torch.log_softmax(logits.double(), -1).cpu()
-                by_row[i] = (
-                    own.max(-1).values,
-                    own.gather(-1, torch.tensor(rows[i].target)[:, None])[:, 0],
-                )
-        best, chosen = (torch.cat([by_row[i][j] for i in range(len(rows))]).numpy() for j in (0, 1))
-        return best, chosen
-
     results = []
     for name in named_profiles(profiles_of(engine.model)):
-        best, chosen = scores(find_profile(name), USUAL)
-        _, other = scores(*second_arithmetic(find_profile(name)))
+        profile = find_profile(name)
+        best, chosen = greedy_scores(engine, rows, profile, USUAL)
+        _, other = greedy_scores(engine, rows, *noise_arithmetic(profile))
         margins = best - chosen
-        noise = max(FLOOR, float(np.abs(chosen - other).mean()))
         results.append(
-            GreedyTokens(name, len(margins), int((margins > 0).sum()), float(margins.max()), noise)
+            GreedyTokens(
+                name=name,
+                n=len(margins),
+                differing=int((margins > 0).sum()),
+                margin=float(margins.max()),
+                noise=max(FLOOR, float(np.abs(chosen - other).mean())),
+            )
         )
     return min(results, key=lambda r: r.margin / r.limit)
+
+
+def greedy_scores(
+    engine: Engine, rows: Sequence[Row], profile: Profile, order: SumOrder
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities of the best token and of the served one, in a row over all rows' tokens."""
+    best: dict[int, torch.Tensor] = {}
+    chosen: dict[int, torch.Tensor] = {}
+    for i, own in log_probabilities(engine, rows, profile, order):
+        best[i] = own.max(-1).values
+        chosen[i] = own.gather(-1, torch.tensor(rows[i].target)[:, None])[:, 0]
+    order_of_rows = range(len(rows))
+    return (
+        torch.cat([best[i] for i in order_of_rows]).numpy(),
+        torch.cat([chosen[i] for i in order_of_rows]).numpy(),
+    )
 
 
 def named_profiles(available: list[str]) -> list[str]:
@@ -241,7 +285,7 @@ def named_profiles(available: list[str]) -> list[str]:
     return [n for n in ("float32", *plain) if n in available] or list(available)
 
 
-def second_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
+def noise_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
     """Return the computation whose distance is a profile's noise.
 
     Where nothing is rounded, only the order of sums is left.
@@ -252,11 +296,9 @@ def second_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
 def significantly_less(likelihoods: np.ndarray, best: np.ndarray) -> bool:
     """Return whether log-likelihoods per prompt are less than those of the best candidate by more than their spread allows."""
     gaps = best - likelihoods
-    return (
-        bool(gaps.mean() > SIGNIFICANT * gaps.std(ddof=1) / np.sqrt(len(gaps)))
-        if len(gaps) > 1
-        else False
-    )
+    if len(gaps) < 2:
+        return False
+    return bool(gaps.mean() > SIGNIFICANT * gaps.std(ddof=1) / np.sqrt(len(gaps)))
 
 
 def near_the_best(step: Mapping[int, float]) -> dict[int, float]:
@@ -269,5 +311,5 @@ def loaded(folder: StrPath, device: str | None) -> Engine:
     return Engine(load(folder, cache="float32", dtype=torch.float32, device=device))
 
 
-def mean_difference(a: Values, b: Values) -> float:
+def mean_difference(a: PromptValues, b: PromptValues) -> float:
     return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())

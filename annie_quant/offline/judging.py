@@ -14,7 +14,7 @@ from annie_quant.judge import Answer, Case, Judged, Workload
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.gates import GATES, IMPLIED
 from annie_quant.judge.pairing import deciding
-from annie_quant.offline.answers import Outcome
+from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.prompts import Answered, Template
 
 
@@ -32,7 +32,7 @@ class ReferenceAnswers:
     judged: list[Judged]
     own_outcomes: list[dict[str, PromptOutcome]]
 
-    def judge(self, outcomes: Sequence[Outcome | Answered]) -> list[Judged]:
+    def judge(self, outcomes: Sequence[AnswerOutcome | Answered]) -> list[Judged]:
         """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
 
         An answer that equals the reference's, to the same request, is the reference's.
@@ -102,7 +102,7 @@ def gives_one_answer(references: ReferenceAnswers, after: Sequence[Judged]) -> s
 
 
 def differing_answers(
-    outcomes: Sequence[Outcome], after: Sequence[Judged], before: Sequence[Judged]
+    outcomes: Sequence[AnswerOutcome], after: Sequence[Judged], before: Sequence[Judged]
 ) -> list[documents.DifferingAnswer]:
     """Return the answers that differ from the reference's, with both texts and the gates that now fail."""
     differing = []

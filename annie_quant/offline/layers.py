@@ -97,7 +97,7 @@ def measure_layers(
         [len(s.target) for s in scored],
     )
     result = stored_sensitivity(output, key) or Sensitivity(str(pair.job.checkpoint), numerics, key)
-    layers = list(dict.fromkeys(layer_of(name) for name in linears))
+    layers = list(dict.fromkeys(sublayer_of(name) for name in linears))
     measurements = list(itertools.product(modes, layers))
     total = 1 + len(measurements)
     pair.progress.update(0, total, "sensitivity: all")
@@ -112,7 +112,7 @@ def measure_layers(
         restored = {
             name: linear
             for name, linear in linears.items()
-            if (layer_of(name) == layer) == (mode == "restored")
+            if (sublayer_of(name) == layer) == (mode == "restored")
         }
         with restored_linears(restored, originals):
             measured[layer] = measure_divergence(pair, scored, labels)
@@ -120,7 +120,7 @@ def measure_layers(
     return result
 
 
-def layer_of(name: str) -> str:
+def sublayer_of(name: str) -> str:
     """Return the layer of a linear: model.layers.3.mlp.up_proj → layers.3.mlp (attention and MLP are separate)."""
     match = re.search(r"(layers\.\d+\.[^.]+)", name)
     return match.group(1) if match else name

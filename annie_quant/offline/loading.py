@@ -87,7 +87,7 @@ def load(
         raise CheckpointError(f"{folder} is not a model folder: config.json is missing")
     shards = ModelFolder(folder)
     if "device_map" not in options and device in (None, "cpu"):
-        check_memory(shards, cache, dtype)
+        require_memory(shards, cache, dtype)
     quant_config = shards.json("hf_quant_config.json")
     dialect = dialects.of(shards)
     method = BlockFP8Linear.METHOD if dialect is fp8 else ""
@@ -112,7 +112,7 @@ def load(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
         model, info = loaded
-        check_names(folder, info)
+        check_tensor_names(folder, info)
         separate(model, shards.family)
         model.eval()
         if nvfp4_linears(model):
@@ -122,7 +122,7 @@ def load(
     return model
 
 
-def check_names(folder: Path, info: dict[str, Any]) -> None:
+def check_tensor_names(folder: Path, info: dict[str, Any]) -> None:
     """Raise CheckpointError where the tensors are not those of the model that config.json describes.
 
     info: of from_pretrained(output_loading_info=True). Of the tensors that it leaves out only biases are faults: they are
@@ -153,7 +153,7 @@ def memory_bytes(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> f
     return size
 
 
-def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
+def require_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
     """Raise EnvironmentFault where the free memory is too small: Linux would end the process without a message."""
     size = memory_bytes(shards, cache, dtype)
     free = psutil.virtual_memory().available
@@ -228,7 +228,7 @@ def profiles_of(model: nn.Module) -> list[str]:
 
 # ---- a GGUF file
 
-PLAIN = ("F32", "F16", "BF16")
+PLAIN_GGUF_TYPES = ("F32", "F16", "BF16")
 # Tokens that end an answer in llama.cpp, whatever the file's eos_token_id is (src/llama-vocab.cpp, special_eog_ids).
 ENDS = (
     "<|im_end|>",
@@ -282,13 +282,13 @@ def convert_gguf(
             trust_remote_code=False,
         )
         model, info = loaded
-        check_names(path, info)
+        check_tensor_names(path, info)
         model.generation_config = generation_config(model.config, tokenizer)
         model.config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
     size_bytes = sum(f.stat().st_size for f in target.glob("*.safetensors"))
-    rounded = {kind: n for kind, n in kinds.items() if kind not in PLAIN}
+    rounded = {kind: n for kind, n in kinds.items() if kind not in PLAIN_GGUF_TYPES}
     loss = []
     if rounded:
         text = ", ".join(f"{n} {kind}" for kind, n in rounded.items())
@@ -329,7 +329,7 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
     for tensor in reader.tensors:
         kind = tensor.tensor_type
         if kind.name == "NVFP4" or (
-            kind.name not in PLAIN and kind not in gguf.quants._type_traits
+            kind.name not in PLAIN_GGUF_TYPES and kind not in gguf.quants._type_traits
         ):
             raise CheckpointError(
                 f"{path}: {printable(tensor.name, 80)} has type {kind.name}, which is not dequantized here",

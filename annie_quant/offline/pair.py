@@ -22,7 +22,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import KLSummary
 from annie_quant.judge import Workload, tool_eval
-from annie_quant.offline.answers import Choices, Reference, choices_of
+from annie_quant.offline.answers import Reference, TokenChoices, choices_of
 from annie_quant.offline.divergence import TokenLabels, compare_logits, kl_summary
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.loading import load
@@ -96,7 +96,7 @@ class EvaluationJob:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitComparison:
     """Scored answers under both models, in order.
 
     fields: divergence.FIELDS of each answer's tokens, float64 [n, len(FIELDS)].
@@ -104,16 +104,16 @@ class Comparison:
     """
 
     fields: list[np.ndarray]
-    choices: list[Choices]
+    choices: list[TokenChoices]
 
     def summary(self, labels: TokenLabels) -> KLSummary:
         """Return the KL figures of all tokens, of which there is at least one."""
         return kl_summary(np.concatenate(self.fields), labels)
 
-    def split(self, n: int) -> tuple[Comparison, Comparison]:
+    def split(self, n: int) -> tuple[LogitComparison, LogitComparison]:
         """Return the first n answers, and the others."""
-        first = Comparison(self.fields[:n], self.choices[:n])
-        return first, Comparison(self.fields[n:], self.choices[n:])
+        first = LogitComparison(self.fields[:n], self.choices[:n])
+        return first, LogitComparison(self.fields[n:], self.choices[n:])
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class ModelPair:
             answers.append(ScoredAnswer(workload.name, request.prompt, target, workload.thinking))
         return answers
 
-    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> Comparison:
+    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> LogitComparison:
         """Score the answers with both models. text: reported as progress; None reports nothing."""
         rows = [Row(s.prompt, s.target) for s in scored]
         fields: dict[int, np.ndarray] = {}
-        choices: dict[int, Choices] = {}
+        choices: dict[int, TokenChoices] = {}
         if text is not None:
             self.progress.update(0, len(rows), text)
         both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
@@ -168,7 +168,7 @@ class ModelPair:
             if text is not None:
                 self.progress.update(len(fields), len(rows), text)
         order = range(len(rows))
-        return Comparison([fields[i] for i in order], [choices[i] for i in order])
+        return LogitComparison([fields[i] for i in order], [choices[i] for i in order])
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
         blocking.append(
             f"its answers end with tokens {own.end_tokens}, the reference's with {template.end_tokens}"
         )
-    other = other_prompts(own, template, answered)
+    other = _other_prompts(own, template, answered)
     if other:
         names = ", ".join(other[:MAX_NAMES])
         if len(other) > MAX_NAMES:
@@ -239,7 +239,7 @@ def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
     return PromptCheck([], [note])
 
 
-def other_prompts(own: Template, template: Template, answered: Sequence[Answered]) -> list[str]:
+def _other_prompts(own: Template, template: Template, answered: Sequence[Answered]) -> list[str]:
     """Return the names of the prompts, or answers, that are other tokens or another text with the checkpoint's own files."""
     other = []
     earlier: dict[tuple[str, str], list[Any]] = {}
@@ -263,10 +263,11 @@ def working_dtype(folders: Sequence[Path], device: str) -> str:
     The same on a CPU and a GPU, so that a verdict does not depend on the device: numerics profiles round from float32
     (emulation.py).
     """
-    free = (
-        psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    )
+    free = psutil.virtual_memory().available
+    if device != "cpu":
+        free = torch.cuda.mem_get_info(device)[0]
     # In float32 both need 8 bytes per weight. On disk they have 2.5 (4 bits and bf16), so this is at most 3.2 times the size;
     # the rest is for activations and logits.
-    size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+    shards = [shard for folder in folders for shard in folder.glob("*.safetensors")]
+    size = sum(shard.stat().st_size for shard in shards)
     return "float32" if 5 * size < free / 2 else "bfloat16"

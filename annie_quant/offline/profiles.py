@@ -107,7 +107,9 @@ def is_supported(name: str, supported: Sequence[str]) -> bool:
     return name in supported
 
 
-def choose(requested: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
+def choose_profiles(
+    requested: Sequence[str], supported: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return the requested profiles that a checkpoint supports, and those that it does not.
 
     A model without NVFP4 linears, which supports "bf16" alone, is computed as it is: nothing is left out.

@@ -42,7 +42,7 @@ _DECODER = json.JSONDecoder()
 ARGUMENTS = ("arguments", "parameters")
 
 
-def deciding(text: str, form: Form) -> set[int]:
+def deciding_characters(text: str, form: Form) -> set[int]:
     """Return the positions of an answer's characters that decide: where another token makes another call, or none.
 
     These are the first character of the answer (a call or not), the opening of every tool call, the whole name of its function, the
@@ -156,7 +156,7 @@ _SPANS = re.compile(
 
 
 @dataclass(frozen=True)
-class TurnRequest:
+class OfflineRequest:
     """One turn of one case. prompt: its tokens, earlier turns included."""
 
     workload: Workload
@@ -183,7 +183,7 @@ class TurnRequest:
 class Answered(NamedTuple):
     """A request and a model's greedy answer to it."""
 
-    request: TurnRequest
+    request: OfflineRequest
     completion: Completion
 
 
@@ -315,65 +315,66 @@ class Template:
         case: Case,
         turn: int = 0,
         answers: Sequence[Mapping[str, Any]] = (),
-    ) -> TurnRequest:
+    ) -> OfflineRequest:
         """Return the request of a turn. answers: assistant messages of the turns before."""
         text = self.render(
             workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking
         )
-        return TurnRequest(workload, case, turn, tuple(self.ids(text)))
+        return OfflineRequest(workload, case, turn, tuple(self.ids(text)))
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
 
-    def answer(self, request: TurnRequest, completion: Completion) -> Answer:
+    def answer(self, request: OfflineRequest, completion: Completion) -> Answer:
         """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
         raw = self.text(completion)
         n_tokens = len(completion.tokens) + completion.finished
         tools = request.workload.tools_for(request.case)
         thinking = request.workload.thinking and self.thinks
         parsed = parse_raw(raw, thinking, tools, completion_tokens=n_tokens, form=self.tool_form)
-        reason = (
-            "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
-        )
+        reason = "tool_calls" if parsed.tool_calls else "stop"
+        if not completion.finished:
+            reason = "length"
         return msgspec.structs.replace(parsed, finish_reason=reason)
 
-    def message(self, request: TurnRequest, completion: Completion) -> ChatMessage:
+    def message(self, request: OfflineRequest, completion: Completion) -> ChatMessage:
         """Return the answer as a message of the conversation."""
         answer = self.answer(request, completion)
         return assistant_message(answer.text, answer.tool_calls)
 
     def target(self, completion: Completion) -> list[int]:
         """Return the answer's tokens and, if the model ended the turn itself, the end token of a turn."""
-        return (
-            [*completion.tokens, *self.end_tokens[:1]]
-            if completion.finished
-            else list(completion.tokens)
-        )
+        end = self.end_tokens[:1] if completion.finished else []
+        return [*completion.tokens, *end]
+
+    def pieces(self, target: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        return self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
 
     def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
         """Return the index in CLASSES of each target token."""
-        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        pieces = self.pieces(target)
         opened = "<think>" if thinking else ""
         text = opened + "".join(pieces)
-        kinds = [0] * len(text)
+        kinds = [CLASSES.index("content")] * (len(text) + 1)  # the last one: of an empty piece
         for match in _SPANS.finditer(text):
-            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (
-                match.end() - match.start()
-            )
+            kind = CLASSES.index(str(match.lastgroup))
+            kinds[match.start() : match.end()] = [kind] * len(match[0])
+        if text:
+            kinds[-1] = kinds[-2]
         classes: list[int] = []
         at = len(opened)
         for token, piece in zip(target, pieces, strict=True):
-            classes.append(
-                3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0
-            )
+            ends_turn = token in self.end_tokens
+            classes.append(CLASSES.index("end_of_turn") if ends_turn else kinds[at])
             at += len(piece)
         return classes
 
     def decisions(self, target: Sequence[int], thinking: bool) -> list[bool]:
-        """Return for each target token whether it decides (`deciding`); the first and those that end a turn do."""
-        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        """Return for each target token whether it decides; the first and those that end a turn do."""
+        pieces = self.pieces(target)
         opened = "<think>" if thinking else ""
-        points = deciding(opened + "".join(pieces), self.tool_form) | {len(opened)}
+        points = deciding_characters(opened + "".join(pieces), self.tool_form) | {len(opened)}
         covered = covers(points, pieces, len(opened))
         return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
 

@@ -213,7 +213,7 @@ def check_values(model: nn.Module) -> None:
         if any(p.device.type == "meta" for p in module.parameters(recurse=False)):
             continue
         if isinstance(module, NVFP4Linear):
-            check_nvfp4(name, module)
+            check_nvfp4_scales(name, module)
         elif isinstance(module, FP8Linear):
             for scale in module.scales():
                 if not bool(((scale > 0) & scale.isfinite()).all()):
@@ -229,7 +229,7 @@ def check_values(model: nn.Module) -> None:
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", AUDIT_HINT)
 
 
-def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
+def check_nvfp4_scales(name: str, linear: NVFP4Linear) -> None:
     scalars = linear.scalars()
     for part, value, limit in (
         (linear.NAMES.tensor_scale, scalars.tensor_scale, LARGEST_SCALE["tensor"]),
@@ -247,18 +247,17 @@ def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
         )
 
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 FP8_ALGORITHMS = (FP8_BLOCK, FP8.modelopt, FP8_CHANNEL.modelopt)
-DIALECTS = {
+_DIALECTS = {
     modelopt.NAME: modelopt,
     compressed_tensors.NAME: compressed_tensors,
     BlockFP8Linear.METHOD: fp8,
     NamedBlockFP8Linear.METHOD: compressed_tensors,
 }
-SCALE_SUFFIXES = tuple(
-    f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:]
-)
+SCALE_NAMES = (*NVFP4Linear.NAMES[1:], *PackedNVFP4Linear.NAMES[1:])
+SCALE_SUFFIXES = tuple(f".{name}" for name in SCALE_NAMES)
 KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
 
 
@@ -271,7 +270,7 @@ class UnchangedConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         fields = {k: v for k, v in super().to_dict().items() if not k.startswith("_")}
-        return fields | {"quant_method": DIALECTS[str(self.quant_method)].NAME}
+        return fields | {"quant_method": _DIALECTS[str(self.quant_method)].NAME}
 
 
 class NVFP4Quantizer(HfQuantizer):
@@ -285,7 +284,7 @@ class NVFP4Quantizer(HfQuantizer):
 
     @property
     def dialect(self) -> Any:
-        return DIALECTS[str(self.quantization_config.quant_method)]
+        return _DIALECTS[str(self.quantization_config.quant_method)]
 
     def validate_environment(self, *args: object, **kwargs: object) -> None:
         settings = self.dialect.read(self.quantization_config.to_dict())
@@ -295,7 +294,7 @@ class NVFP4Quantizer(HfQuantizer):
                 "quantize to NVFP4 (annie-quant quantize), or serve this checkpoint with vLLM",
             )
         if settings.kv_cache or settings.raw.get("kv_cache_scheme"):
-            log.warning(
+            _log.warning(
                 "the checkpoint's config requests a quantized KV cache; here the cache has the model's dtype"
             )
 

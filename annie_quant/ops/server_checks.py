@@ -226,7 +226,7 @@ def check_server(
         result = offline.compare_with_server(
             checkpoint, reference, prompts, tokens, logprobs, served.family
         )
-        return finding(result, checkpoint, reference, offline.REFERENCE), served, result
+        return finding(result, checkpoint, reference, offline.REFERENCE_NAME), served, result
     template = Template(reference or checkpoint)
     # The last token of a text may have been cut in the middle of another one.
     greedy = offline.compare_tokens(

@@ -12,7 +12,7 @@ from annie_quant.judge.gates import REFERENCE_GATES, Judged, checks
 from annie_quant.judge.pairing import deciding, pair_checks, with_floor
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.judging import judged, reference_answers
-from annie_quant.offline.prompts import Answered, Template, TurnRequest
+from annie_quant.offline.prompts import Answered, OfflineRequest, Template
 
 GATES = (
     "tool_call", "factual", "reasoning", "abstention", "no_markdown", "tool_schema", "tool_selection", "tool_values",
@@ -25,7 +25,7 @@ class Prompts:
     def __init__(
         self,
         template: Template,
-        requests: Sequence[TurnRequest],
+        requests: Sequence[OfflineRequest],
         reference: Sequence[Completion],
         floor: Sequence[Completion] | None = None,
         compares: bool = True,
@@ -80,7 +80,7 @@ def pair_answers(
     return pair_checks(zip(rows, others, strict=True))
 
 
-def with_reference_gates(request: TurnRequest) -> TurnRequest:
+def with_reference_gates(request: OfflineRequest) -> OfflineRequest:
     """Return the request with the gates that compare with bf16's own answer, as an evaluation judges it."""
     gates = tuple(dict.fromkeys((*request.workload.gates, *REFERENCE_GATES)))
     return replace(request, workload=replace(request.workload, gates=gates))

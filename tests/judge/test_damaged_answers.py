@@ -480,7 +480,7 @@ def pair_of(tmp_path_factory):
 def evaluated(monkeypatch, pair_of, chosen, damage):
     """Evaluate tiny-annie against itself with `damage` done to the raw text of each of its answers."""
     from annie_quant.offline import ensemble
-    from annie_quant.offline.answers import Outcome
+    from annie_quant.offline.answers import AnswerOutcome
     from annie_quant.offline.decoding import Completion
     from annie_quant.offline.evaluation import evaluate_pair
 
@@ -488,7 +488,7 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
         tokenizer = pair.template.tokenizer
         texts = [damage(tokenizer.decode(c.tokens, skip_special_tokens=False)) for _, c in answered]
         return [
-            Outcome(
+            AnswerOutcome(
                 request,
                 Completion(tokenizer.encode(text, add_special_tokens=False), finished),
                 False,
@@ -497,7 +497,7 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
             for (request, _), (text, finished) in zip(answered, texts, strict=True)
         ]
 
-    monkeypatch.setattr(ensemble, "answers_of", planted)
+    monkeypatch.setattr(ensemble, "member_answers", planted)
     with pair_of() as pair:
         return evaluate_pair(pair, chosen)
 

@@ -36,12 +36,12 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.prompts import Template, TurnRequest  # noqa: E402
+from annie_quant.offline.prompts import OfflineRequest, Template  # noqa: E402
 
 LIMIT, NEAR = 32, 0.15  # tokens per answer; difference in logits
 
 
-def short_requests(template: Template) -> list[TurnRequest]:
+def short_requests(template: Template) -> list[OfflineRequest]:
     """Two short prompts of each single-turn workload."""
     requests = []
     for workload in judge.load_workloads():
@@ -54,7 +54,7 @@ def short_requests(template: Template) -> list[TurnRequest]:
     return requests
 
 
-def served(url: str, request: TurnRequest) -> dict:
+def served(url: str, request: OfflineRequest) -> dict:
     """Return llama.cpp's greedy tokens after the prompt's token ids, with the log probabilities of its five best at each."""
     return complete(url, request.prompt, LIMIT, timeout_s=60, n_probs=5)
 
@@ -69,7 +69,7 @@ def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answered(
     naive: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[TurnRequest], list[dict]]:
+) -> tuple[list[OfflineRequest], list[dict]]:
     requests = short_requests(Template(TINY_ANNIE))
     file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf").path
     with aq.serve.start(file) as server:
@@ -77,7 +77,7 @@ def answered(
 
 
 def test_answers_equal_llama_cpps(
-    naive: Path, answered: tuple[list[TurnRequest], list[dict]]
+    naive: Path, answered: tuple[list[OfflineRequest], list[dict]]
 ) -> None:
     requests, responses = answered
     assert len(requests) >= 20
@@ -121,7 +121,7 @@ def test_answers_equal_llama_cpps(
 
 
 def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
-    naive: Path, answered: tuple[list[TurnRequest], list[dict]]
+    naive: Path, answered: tuple[list[OfflineRequest], list[dict]]
 ) -> None:
     """The geometric mean over the prompts of its distance by that of another profile: .61 of float32's, .40 of vllm-marlin's
     (Xeon with AVX-512, 2026-11-23, 22 prompts). In a mean of all values a prompt or two decide in which an order of sums tips

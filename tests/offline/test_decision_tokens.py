@@ -18,7 +18,7 @@ pytest.importorskip(
 
 from annie_quant.judge.answers import Form
 from annie_quant.offline.divergence import FIELDS, TokenLabels, kl_summary
-from annie_quant.offline.prompts import Template, covers, deciding
+from annie_quant.offline.prompts import Template, covers, deciding_characters
 
 # "^" stands in front of every character that decides.
 PLANTED: list[tuple[Form, str]] = [
@@ -72,7 +72,7 @@ def planted(marked: str) -> tuple[str, set[int]]:
 @pytest.mark.parametrize(("form", "marked"), PLANTED)
 def test_the_planted_characters_decide_and_no_others(form: Form, marked: str) -> None:
     text, points = planted(marked)
-    assert {p for p in deciding(text, form) if p < len(text)} == points
+    assert {p for p in deciding_characters(text, form) if p < len(text)} == points
 
 
 WHOLE = [text.replace("^", "") for _, text in PLANTED]
@@ -88,10 +88,10 @@ def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
     text: str, at: int, inserted: str, form: Form
 ) -> None:
     for broken in (text[:at], text[:at] + inserted + text[at:]):
-        points = deciding(broken, form)
+        points = deciding_characters(broken, form)
         assert 0 in points and all(0 <= p <= len(broken) for p in points)
-    cut = deciding(text[:at], "hermes") & set(range(at - 1))
-    assert cut <= deciding(text, "hermes") | {at} or "</think>" in text
+    cut = deciding_characters(text[:at], "hermes") & set(range(at - 1))
+    assert cut <= deciding_characters(text, "hermes") | {at} or "</think>" in text
 
 
 @given(
@@ -102,7 +102,7 @@ def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
 def test_any_text_has_points_inside_of_it_and_its_first_character_is_one(
     form: Form, text: str
 ) -> None:
-    points = deciding(text, form)
+    points = deciding_characters(text, form)
     assert 0 in points and all(0 <= p <= len(text) for p in points)
 
 

@@ -25,11 +25,11 @@ from annie_quant.offline.caches import common_prefix  # noqa: E402
 from annie_quant.offline.decoding import generate  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import (  # noqa: E402
+    CPU_FORWARD_TOKENS,
     GROUP_COST,
-    LEAST_TOKENS,
+    MAX_FORWARD_TOKENS,
+    MIN_FORWARD_TOKENS,
     MIN_SHARED,
-    MOST_TOKENS,
-    TOKENS,
     Engine,
     Row,
     batches,
@@ -135,10 +135,10 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(
     usual = generate(engine, requests, limits, [END])
     engine.fixed_buffers = True
     written = []
-    compute = decoding.compute
+    compute = decoding.compute_step
     monkeypatch.setattr(
         decoding,
-        "compute",
+        "compute_step",
         lambda e, running: (written.append(int(running.column)), compute(e, running)),
     )
     assert generate(engine, requests, limits, [END]) == usual
@@ -222,8 +222,15 @@ def test_a_gpu_gets_larger_batches_of_a_small_model_only(model) -> None:
     small = model.config.get_text_config()
     large = copy.copy(small)
     large.hidden_size, large.num_hidden_layers = 4096, 32
-    assert tokens_per_launch(large) < LEAST_TOKENS < tokens_per_launch(small) <= MOST_TOKENS
-    assert Engine(model).tokens == TOKENS["cpu"] and Engine(model).group_cost == GROUP_COST
+    assert (
+        tokens_per_launch(large)
+        < MIN_FORWARD_TOKENS
+        < tokens_per_launch(small)
+        <= MAX_FORWARD_TOKENS
+    )
+    assert (
+        Engine(model).tokens == CPU_FORWARD_TOKENS["cpu"] and Engine(model).group_cost == GROUP_COST
+    )
 
 
 def test_answers_end_at_any_end_token(model) -> None:

@@ -27,7 +27,7 @@ from annie_quant.offline import (  # noqa: E402
     linears,
     pair,
 )
-from annie_quant.offline.answers import Choices, FirstDifference, choices_of  # noqa: E402
+from annie_quant.offline.answers import FirstDifference, TokenChoices, choices_of  # noqa: E402
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
@@ -147,7 +147,7 @@ def test_a_split_sum_is_another_sum(k: int) -> None:
     x, weight = torch.randn(64, k, generator=generator), torch.randn(96, k, generator=generator)
     usual, split = (
         torch.nn.functional.linear(x, weight),
-        linears.sum_of_parts(x, weight, ensemble.SPLIT.parts),
+        linears.sum_of_parts(x, weight, ensemble.SPLIT_SUMS.parts),
     )
     assert (usual != split).float().mean() > 1 / 3
     torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
@@ -159,7 +159,7 @@ def test_the_small_batches_decode_from_the_prompt_and_score_nothing(
     """cut16 used to score the reference's answers first, of which only the choice of the first token was used."""
     result, parts = two_numerics
     assert result.members["w4a4+cut16"].n_computed > 0
-    assert parts and ensemble.SPLIT.parts not in parts
+    assert parts and ensemble.SPLIT_SUMS.parts not in parts
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -181,7 +181,7 @@ def logits_of(pair: ModelPair, order: SumOrder, name: str) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("weights", ["packed", "float32"])
-@pytest.mark.parametrize("order", [ensemble.PERMUTED, ensemble.SPLIT], ids=["perm1", "cut16"])
+@pytest.mark.parametrize("order", [ensemble.PERMUTED, ensemble.SPLIT_SUMS], ids=["perm1", "cut16"])
 def test_every_perturbation_changes_low_bits_and_no_more(
     models: tuple[Path, Path], cache: Path, order: SumOrder, weights: str, device: str
 ) -> None:
@@ -228,8 +228,10 @@ def test_decoding_token_by_token_gives_the_verified_answers(
     assert result.members["w4a16+cut16"].n_changed <= 1  # of 14: float32 sums in another order
 
 
-def choices(margins: list[float], difference: FirstDifference | None = None) -> Choices:
-    return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
+def choices(margins: list[float], difference: FirstDifference | None = None) -> TokenChoices:
+    return TokenChoices(
+        difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32)
+    )
 
 
 def test_an_answer_is_uncertain_by_margin_or_difference() -> None:

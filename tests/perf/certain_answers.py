@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from annie_quant import data, judge, quantize  # noqa: E402
 from annie_quant.offline import ensemble  # noqa: E402
-from annie_quant.offline.answers import Outcome  # noqa: E402
+from annie_quant.offline.answers import AnswerOutcome  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
@@ -52,15 +52,15 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
         return list(range(len(base)))
 
     answers: dict[str, list[Completion]] = {}
-    usual = ensemble.answers_of
+    usual = ensemble.member_answers
 
-    def recorded(*inputs: Any) -> list[Outcome]:
+    def recorded(*inputs: Any) -> list[AnswerOutcome]:
         outcomes = usual(*inputs)
         if (member := inputs[-1]).partition("+")[0] == numerics:
             answers[member] = [outcome.completion for outcome in outcomes]
         return outcomes
 
-    ensemble.uncertain_answers, ensemble.answers_of = everything, recorded
+    ensemble.uncertain_answers, ensemble.member_answers = everything, recorded
     try:
         job = EvaluationJob(checkpoint=folder, reference=model, numerics=[numerics], cache=cache)
         with open_pair(job) as pair:
@@ -68,7 +68,7 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
             result = evaluate_pair(pair, workloads)
             reference = [a.completion for a in pair.reference.answer(workloads)]
     finally:
-        ensemble.uncertain_answers, ensemble.answers_of = rule, usual
+        ensemble.uncertain_answers, ensemble.member_answers = rule, usual
     own = answers.pop(numerics)
     equal = sum(a == b for a, b in zip(own, reference, strict=True))
     changed = {

@@ -22,7 +22,7 @@ from tiny_variants import save_with_head
 import annie_quant as aq
 from annie_quant import judge
 from annie_quant.judge.statistics import wilson
-from annie_quant.offline.prompts import Template, TurnRequest
+from annie_quant.offline.prompts import OfflineRequest, Template
 
 WORKLOADS = (
     "conversational",
@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         folder = options.checkpoint or save_with_head(Path(home) / "bf16")
         file = Path(aq.checkpoint.convert(folder, "gguf", Path(home) / "model.gguf").path)
-        template, groups = Template(folder), dict[str, list[TurnRequest]]()
+        template, groups = Template(folder), dict[str, list[OfflineRequest]]()
         for workload in judge.load_workloads(list(WORKLOADS)):
             cases = workload.cases[:: max(1, len(workload.cases) // options.cases)][: options.cases]
             requests = [template.request(workload, case) for case in cases]

@@ -113,7 +113,7 @@ def main() -> None:
                 x[p, list(step)].numpy() for x, answer in zip(scores, near, strict=True) for p, step in enumerate(answer)
             ])
             for scores in (
-                logprobs(engine, rows, profile), logprobs(engine, rows, *fingerprint.second_arithmetic(profile))
+                logprobs(engine, rows, profile), logprobs(engine, rows, *fingerprint.noise_arithmetic(profile))
             )
         )  # fmt: skip
         served = np.array([v for answer in near for step in answer for v in step.values()])

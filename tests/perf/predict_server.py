@@ -55,14 +55,14 @@ from annie_quant.core import files  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.statistics import wilson  # noqa: E402
 from annie_quant.offline import ensemble  # noqa: E402
-from annie_quant.offline.answers import Outcome  # noqa: E402
+from annie_quant.offline.answers import AnswerOutcome  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.loading import profiles_of  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.prompts import Answered, Template, TurnRequest  # noqa: E402
+from annie_quant.offline.prompts import Answered, OfflineRequest, Template  # noqa: E402
 
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 SERVERS = {  # the server's name in files → the profile that predicts it
@@ -88,7 +88,7 @@ class Sample(NamedTuple):
     workloads: tuple[str, ...] | None = None
     max_tokens: int | None = None
 
-    def prompts(self, template: Template) -> tuple[list[Workload], list[TurnRequest]]:
+    def prompts(self, template: Template) -> tuple[list[Workload], list[OfflineRequest]]:
         """Return the prompts of the single-turn workloads, and their requests."""
         loaded = judge.sample(judge.load_workloads(self.workloads), self.n)
         workloads = [self.capped(w) for w in loaded if not w.cases[0].turns]
@@ -104,7 +104,7 @@ class Sample(NamedTuple):
         return replace(workload, cases=cases)
 
 
-def write_prompts(path: Path, requests: Sequence[TurnRequest], ends: Sequence[int]) -> None:
+def write_prompts(path: Path, requests: Sequence[OfflineRequest], ends: Sequence[int]) -> None:
     rows = [
         {"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests
     ]
@@ -157,19 +157,19 @@ def offline(
                 )
                 completions[name] = answers_alone(pair, name, answered)
         else:
-            usual = ensemble.answers_of
+            usual = ensemble.member_answers
 
-            def recorded(*inputs: Any) -> list[Outcome]:
+            def recorded(*inputs: Any) -> list[AnswerOutcome]:
                 outcomes = usual(*inputs)
                 if (member := inputs[-1]).partition("+")[0] in missing:
                     completions[member] = [outcome.completion for outcome in outcomes]
                 return outcomes
 
-            ensemble.answers_of = recorded
+            ensemble.member_answers = recorded
             try:
                 result = evaluate_pair(replace(pair, job=replace(job, numerics=missing)), workloads)
             finally:
-                ensemble.answers_of = usual
+                ensemble.member_answers = usual
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
             stored["uncertain"] |= {
                 name: figures.n_uncertain for name, figures in result.ensemble.items()
@@ -193,9 +193,9 @@ def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list
     """
     everything = range(len(guess))
     with emulate(pair.model, find_profile(name)):
-        choices = ensemble.choose(pair, pair.engine.scores, guess, everything, name)
+        choices = ensemble.score_choices(pair, pair.engine.scores, guess, everything, name)
         differences = ensemble.differences_of(choices)
-        outcomes = ensemble.answers_of(pair, pair.engine, guess, differences, name)
+        outcomes = ensemble.member_answers(pair, pair.engine, guess, differences, name)
     return [outcomes[i].completion for i in everything]
 
 

@@ -32,7 +32,7 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import judge_members
 from annie_quant.judge.decision.wording import points
 from annie_quant.judge.gates import checks, decides
-from annie_quant.offline.prompts import Template, TurnRequest
+from annie_quant.offline.prompts import OfflineRequest, Template
 
 Gates = Sequence[dict[str, bool]]  # of each answer: gate → whether it passes
 GATES = ("tool_call", "tool_arguments", "tool_selection", "tool_values")
@@ -46,14 +46,14 @@ OTHERS = tuple(
 )
 
 
-def requests_of(template: Template, longest: int) -> list[TurnRequest]:
+def requests_of(template: Template, longest: int) -> list[OfflineRequest]:
     names = [*ANNIE, *(str(files.ASSETS / "workloads" / name) for name in OTHERS)]
     requests = (template.request(w, c) for w in judge.load_workloads(names) for c in w.cases)
     return [r for r in requests if len(r.prompt) <= longest]
 
 
 def passes(
-    template: Template, requests: Sequence[TurnRequest], answers: Path
+    template: Template, requests: Sequence[OfflineRequest], answers: Path
 ) -> list[dict[str, bool]]:
     """Return the gates of each answer of a file of vllm_answers.py."""
     rows, ends = next(iter(read(answers).values())), template.end_tokens
@@ -63,7 +63,7 @@ def passes(
     return [checks(answer, r.case, r.workload) for r, answer in pairs]
 
 
-def other_requests(template: Template) -> list[TurnRequest]:
+def other_requests(template: Template) -> list[OfflineRequest]:
     """Return the single-turn prompts of a search's default workloads that ask for no tool call, 100 per gate."""
     workloads = [w for w in judge.sample(judge.load_workloads(), 100) if not w.cases[0].turns]
     return [template.request(w, c) for w in workloads if w.name not in SEARCHED for c in w.cases]

@@ -68,7 +68,7 @@ class Baseline:
     answered, second: the reference's answers in its usual and in its second arithmetic.
     compares: whether the workloads themselves have gates that compare with bf16's own answers.
     own, conversations: texts that are scored: the reference's answers, and those of the job's conversations.
-    numerics: names of the profiles that are measurements.
+    numerics: names of the profiles that are measured.
     blocking: why the verdict cannot be "keeps".
     notes: what else a reader must know about how it was computed.
     """

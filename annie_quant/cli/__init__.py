@@ -111,7 +111,12 @@ def main() -> None:
         command = next((word for word in words if word in COMMANDS), "")
         _fail(str(error), f"annie-quant {command} --help".replace("  ", " "), UsageError.exit_code)
     except KeyboardInterrupt as interrupt:
-        console.error("interrupted; finished work is saved", "run the same command again to resume")
+        if words[:1] == ["serve"]:
+            console.note("stopped")
+        else:
+            console.error(
+                "interrupted; finished work is saved", "run the same command again to resume"
+            )
         if isinstance(interrupt, Stopped):
             interrupt.end_process()
         sys.exit(130)

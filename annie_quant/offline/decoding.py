@@ -31,7 +31,9 @@ from annie_quant.offline.caches import KeyValueBuffer
 from annie_quant.offline.engine import Engine
 
 SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, again
-RECUT_STEPS = 32  # steps of a whole batch that take as long as cutting it and capturing its step
+# Finished rows times steps. A captured step of few rows takes nearly as long as one of many: cutting them out pays for another
+# capture only above this.
+RECUT_ROW_STEPS = 4096
 
 
 @torch.inference_mode()
@@ -247,8 +249,8 @@ def compute_prompts(
 def advance(engine: Engine, running: RunningBatch, steps: int) -> None:
     """Compute one decode step. steps: most that follow, this one included."""
     if engine.fixed_buffers:
-        finished = 1 - len(running.active) / len(running.rows)
-        if finished * steps > RECUT_STEPS:
+        n_finished = len(running.rows) - len(running.active)
+        if n_finished * steps > RECUT_ROW_STEPS:
             running.left = 0
         advance_fixed(engine, running)
         return

@@ -91,13 +91,9 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
     in_place = rounding(profile.stream, in_place=True)
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
-        plain_input = rounding(
-            profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input
-        )
         if profile.rounds:
-            yield module.register_forward_pre_hook(
-                lambda _, args: (plain_input(args[0]), *args[1:])
-            )
+            dtype = profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input
+            yield module.register_forward_pre_hook(partial(round_input, dtype))
         if profile.stream != "float32":
             if isinstance(module, NVFP4Linear) and module.bias is not None:
                 yield BiasOfRounded(module, stream)
@@ -112,7 +108,7 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
                 stream(normalized(args[0], m.variance_epsilon)) * m.weight
                 if normalizes
                 else output,
-                in_place,
+                profile.stream,
             )
         )
     elif kind.endswith("RotaryEmbedding"):
@@ -175,10 +171,24 @@ def normalized(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
-def round_norm(x: torch.Tensor, output: torch.Tensor, in_place: Round) -> torch.Tensor:
-    """Return a norm's rounded output, and round its input in place: it is also the residual that later layers add to."""
+def round_norm(x: torch.Tensor, output: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a norm's rounded output, and round its input in place: it is also the residual that later layers add to.
+
+    Several linears read the output, and none of them has to round it again.
+    """
+    in_place = rounding(dtype, in_place=True)
     in_place(x)
-    return in_place(output)
+    output = in_place(output)
+    output.annie_quant_rounded = dtype  # type: ignore[attr-defined]
+    return output
+
+
+def round_input(dtype: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round a linear's input, unless a norm has rounded it; a pre-hook."""
+    x = args[0]
+    if getattr(x, "annie_quant_rounded", "") == dtype:
+        return args
+    return (rounding(dtype)(x), *args[1:])
 
 
 @contextlib.contextmanager

@@ -119,11 +119,11 @@ def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
         assert (answer.tokens, answer.finished) == plain_answer(model, prompt, limit)
 
 
-@pytest.mark.parametrize(("rows", "recut"), [(128, 32), (4, 32), (128, 1), (128, 0)])
+@pytest.mark.parametrize(("rows", "recut"), [(128, 4096), (4, 4096), (128, 20), (128, 0)])
 def test_steps_in_buffers_of_fixed_size_give_the_same_answers(
-    model, rows: int, recut: float, monkeypatch
+    model, rows: int, recut: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr(decoding, "RECUT_STEPS", recut)
+    monkeypatch.setattr(decoding, "RECUT_ROW_STEPS", recut)
     monkeypatch.setattr(
         decoding, "SPARE_COLUMNS", 5
     )  # so that the batch is cut again while rows run

@@ -1,7 +1,8 @@
 r"""One answer, from a server's parsed message or from a model's raw text, and the tool calls in raw text.
 
-Raw text has the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on and in
-`<think>\n\n</think>\n\n` when it is off, and a turn ends with `<|im_end|>`. Tool calls have the form that the template shows:
+Raw text has the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when
+thinking is on and in `<think>\n\n</think>\n\n` when it is off, and a turn ends with `<|im_end|>`.
+Tool calls have the form that the template shows:
 
 qwen_xml    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3.5, Qwen3-Coder
 hermes      <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                            Qwen2.5, Qwen3, Hermes
@@ -56,8 +57,8 @@ def form_of(template: str) -> Form:
 def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCall], str]:
     """Return the calls in an answer, and its text without them. A call that cannot be read stays in the text.
 
-    tools: the types of arguments in qwen_xml; without it each of them is a string. llama_json has no marks, so without tools
-    an answer has no calls.
+    tools: the types of arguments in qwen_xml; without it each of them is a string. llama_json has
+    no marks, so without tools an answer has no calls.
     """
     if form == "llama_json":
         calls = _llama_calls(text) if tools else []
@@ -125,7 +126,8 @@ def _xml_call(match: re.Match[str], tools: Tools) -> tuple[str, object]:
     arguments = {}
     for key, value in _PARAMETER.findall(match[2]):
         key = key.strip()
-        # The template adds one newline on each side of a value; further white space is part of the value.
+        # The template adds one newline on each side of a value; further white space is part of the
+        # value.
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = _typed(value, types.get(key))
     return name, arguments
@@ -201,8 +203,8 @@ def parse_raw(
 ) -> Answer:
     """Parse generated text (what follows the generation prompt) into an answer.
 
-    With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing tag, all of it is
-    reasoning.
+    With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing
+    tag, all of it is reasoning.
 
     tools: the types of arguments; without it every argument is a string.
     form: of tool calls.
@@ -230,7 +232,8 @@ def parse_raw(
 def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     """Return the answer with the tool calls that its server left in the text.
 
-    Where a call is right here and missing in `answer`, the fault is the server's parser, not the model.
+    Where a call is right here and missing in `answer`, the fault is the server's parser, not the
+    model.
     """
     if answer.tool_calls or "<tool_call>" not in answer.text:
         return answer

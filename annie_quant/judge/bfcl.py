@@ -5,7 +5,8 @@
     load("live_multiple")          prompts of real users
     load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions
 
-Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have none.
+Dots in function names are replaced, as the leaderboard does for models that call functions
+natively: OpenAI's names have none.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from annie_quant.judge.workloads import Case, Workload
 
 # ---- multi-turn cases: each step of the recorded solution is one prompt
 #
-# The conversation up to a step is replayed with the recorded calls and their results, so bf16 and the quantized model get the same
-# prompts; the step's call is expected. The leaderboard lets a model go its own way and compares the final state, so these figures
-# are not the leaderboard's: they show whether quantizing changed the next call. A turn whose solution is empty (a function or an
-# argument is missing, and the model should say so) expects no call. Results come from the package's own simulated systems (in
-# memory), whose public functions are called with literal arguments.
+# The conversation up to a step is replayed with the recorded calls and their results, so bf16 and
+# the quantized model get the same prompts; the step's call is expected. The leaderboard lets a
+# model go its own way and compares the final state, so these figures are not the leaderboard's:
+# they show whether quantizing changed the next call. A turn whose solution is empty (a function or
+# an argument is missing, and the model should say so) expects no call. Results come from the
+# package's own simulated systems (in memory), whose public functions are called with literal
+# arguments.
 
 MULTI_TURN = (
     "multi_turn_base",
@@ -155,8 +158,8 @@ def _turns_with_calls(
 def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, JsonObject]:
     """Return name and arguments of a recorded call such as "sort('a.txt', reverse=True)".
 
-    orders: the parameters of each function, in order, for positional arguments. Raises EnvironmentFault for anything but a
-    call of a name with literal arguments.
+    orders: the parameters of each function, in order, for positional arguments. Raises
+    EnvironmentFault for anything but a call of a name with literal arguments.
     """
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -185,7 +188,8 @@ LIVE = (
 )
 MAX_TOKENS = 512
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
-# What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are the reference.
+# What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are
+# the reference.
 MULTI_TURN_GATES = (*GATES, "same_tool", "same_arguments", "same_validity")
 _TYPES = {
     "dict": "object",

@@ -44,7 +44,8 @@ def load_workloads(
 ) -> list[Workload]:
     """Load workloads by name, in the same order; for None all default ones of the folder, sorted.
 
-    A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an unknown gate.
+    A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an
+    unknown gate.
     """
     root = Path(folder) if folder is not None else FOLDER
     files = {path.stem: path for path in sorted(root.glob("*.json"))}

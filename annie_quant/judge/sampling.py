@@ -1,7 +1,8 @@
 """Which prompts are used: as many as each gate needs, in equal shares of the workloads and their categories, for every model.
 
-How many answers a gate applies to that compares with bf16's own answers is known only when bf16 has answered; what bf16 itself
-fails or never calls is not tested by any number of them, and a note says so.
+How many answers a gate applies to that compares with bf16's own answers is known only when bf16 has
+answered; what bf16 itself fails or never calls is not tested by any number of them, and a note says
+so.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ MAX_FACTOR = 4  # times n per gate, at most, to get them
 def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
     """Return n, or more where a gate that compares with bf16's own answers applies to fewer than MIN_ANSWERS_PER_GATE of n prompts.
 
-    reference: bf16's gates over n prompts per gate. A gate that is too rare to be judged (advisory) does not count.
+    reference: bf16's gates over n prompts per gate. A gate that is too rare to be judged (advisory)
+        does not count.
     """
     fewest = min(
         (g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n),
@@ -92,7 +94,8 @@ def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
     return min(MAX_FACTOR * n, math.ceil(n * MIN_ANSWERS_PER_GATE / fewest))
 
 
-# An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer in words or with a call.
+# An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer
+# in words or with a call.
 ANSWER = Answer(
     text="These are the words of an answer that is in English.",
     finish_reason="stop",
@@ -105,9 +108,10 @@ REFERENCES = (ANSWER, CALLING)
 def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:
     """Return the workloads, each with a seeded choice of its cases, so that every deciding gate is judged n_per_gate times.
 
-    The categories of all workloads get cases in turn. Each workload gets a tenth of n_per_gate at least (each turn of a
-    conversation counts) and a category more only while one of its deciding gates needs cases. A gate for which there are too few
-    cases gets all of them (`shortages` names it). Raises UsageError for n_per_gate below 1: an evaluation of nothing would pass.
+    The categories of all workloads get cases in turn. Each workload gets a tenth of n_per_gate at
+    least (each turn of a conversation counts) and a category more only while one of its deciding
+    gates needs cases. A gate for which there are too few cases gets all of them (`shortages` names
+    it). Raises UsageError for n_per_gate below 1: an evaluation of nothing would pass.
     """
     if n_per_gate < 1:
         raise UsageError(f"the number of prompts per gate must be 1 or more, got {n_per_gate}")

@@ -1,10 +1,11 @@
 """Statistics: intervals of rates and medians, comparison of paired figures and outcomes, adjustment for many comparisons.
 
-Tokens and repeats of one prompt are not independent, so the prompt is the unit: each prompt gives one value per side, the
-median of its repeats.
+Tokens and repeats of one prompt are not independent, so the prompt is the unit: each prompt gives
+one value per side, the median of its repeats.
 
-Of paired outcomes, `lost` are the prompts that only the reference passes and `won` those that only the checkpoint passes. The
-others say nothing about the difference (won - lost) / n, but n sets its precision.
+Of paired outcomes, `lost` are the prompts that only the reference passes and `won` those that only
+the checkpoint passes. The others say nothing about the difference (won - lost) / n, but n sets its
+precision.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def median_interval(
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the percentile bootstrap interval of the median of independent values; (None, None) for fewer than two.
 
-    The resampled medians are drawn from their exact distribution, without resampling: the sorted indices of a resample are
-    order statistics of n uniform numbers, rounded down, and the middle one is Beta distributed.
+    The resampled medians are drawn from their exact distribution, without resampling: the sorted
+    indices of a resample are order statistics of n uniform numbers, rounded down, and the middle
+    one is Beta distributed.
     """
     import numpy as np
 
@@ -67,7 +69,8 @@ def median_interval(
     lower = rng.beta(half, n - half + 1, resamples)
     medians = data[np.minimum((lower * n).astype(np.int64), n - 1)]
     if n % 2 == 0:
-        # Given the lower middle value, the upper one is the smallest of the n - half numbers above it.
+        # Given the lower middle value, the upper one is the smallest of the n - half numbers above
+        # it.
         upper = lower + (1 - lower) * (1 - rng.random(resamples) ** (1 / (n - half)))
         medians = (medians + data[np.minimum((upper * n).astype(np.int64), n - 1)]) / 2
     low, high = np.percentile(medians, [50 - 50 * confidence, 50 + 50 * confidence])
@@ -96,9 +99,9 @@ def compare(
 ) -> PairedResult:
     """Compare two sides over the prompts that both have.
 
-    a, b: prompt → values. The interval is the percentile bootstrap of the median of the paired differences. p is two-sided:
-    an exact sign-flip permutation test of their mean for up to 12 prompts, Wilcoxon's signed-rank test above. Fewer than two
-    prompts give no interval and no p.
+    a, b: prompt → values. The interval is the percentile bootstrap of the median of the paired
+    differences. p is two-sided: an exact sign-flip permutation test of their mean for up to 12
+    prompts, Wilcoxon's signed-rank test above. Fewer than two prompts give no interval and no p.
     """
     import numpy as np
 
@@ -154,9 +157,9 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 def hommel(p_values: Sequence[float]) -> list[float]:
     """Return p-values after Hommel's adjustment (Hommel 1988, Biometrika 75: 383-386), in the same order.
 
-    Each is the largest Simes p of all sets of hypotheses that contain its own. None is above Holm's or Hochberg's, and of equal
-    p-values none is multiplied: several gates that one fault fails count once. The error rate holds where the tests are
-    independent or positively dependent.
+    Each is the largest Simes p of all sets of hypotheses that contain its own. None is above Holm's
+    or Hochberg's, and of equal p-values none is multiplied: several gates that one fault fails
+    count once. The error rate holds where the tests are independent or positively dependent.
     """
     import numpy as np
 
@@ -165,7 +168,8 @@ def hommel(p_values: Sequence[float]) -> list[float]:
     result = np.empty(len(p))
     adjusted = p.copy()
     for size in range(2, len(p) + 1):
-        # The set of this size with the largest Simes p: the hypothesis, and the largest of the others.
+        # The set of this size with the largest Simes p: the hypothesis, and the largest of the
+        # others.
         others = (size * p[len(p) - size + 1 :] / np.arange(2, size + 1)).min()
         simes = np.minimum(size * p, others)
         simes[len(p) - size :] = simes[len(p) - size]  # these are in one set, the `size` largest
@@ -194,8 +198,8 @@ def score_interval(
 ) -> tuple[float, float]:
     """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
 
-    Both bounds are differences whose score test, with the other probabilities at their maximum likelihood under that
-    difference, has the normal quantile of the confidence.
+    Both bounds are differences whose score test, with the other probabilities at their maximum
+    likelihood under that difference, has the normal quantile of the confidence.
     """
     if min(lost, won) < 0 or lost + won > n * (1 + 1e-9):
         raise ValueError(
@@ -255,11 +259,12 @@ def two_sided(lost: int, won: int) -> float:
 def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
     """Return the p of a loss above the margin (one-sided).
 
-    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two
-    runs of one model too.
+    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's
+    hypothesis) is false for two runs of one model too.
 
-    won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not. Without
-        any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
+    won: prompts whose answer a harmless change of the reference's arithmetic changes, and the
+        checkpoint does not. Without any it is exact, P(Binomial(n, margin) >= lost); else that of
+        the score test of (won - lost) / n = -margin.
     """
     from scipy.special import ndtr
     from scipy.stats import binom
@@ -280,7 +285,8 @@ def detectable_excess(n: int, margin: float, level: float) -> float | None:
     significant = counts[binom.sf(counts - 1, n, margin) <= level]
     if not len(significant):
         return None
-    # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta distribution.
+    # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta
+    # distribution.
     return float(beta.ppf(POWER, significant[0], n - significant[0] + 1))
 
 
@@ -312,7 +318,8 @@ def _power(n: int, discordant: float, loss: float, level: float) -> float:
     if n == 0 or changed <= 0:
         return 0.0
     counts = np.arange(n + 1)
-    # The largest number of wins that is still significant: P(Binomial(k, 1/2) <= wins) <= level; -1 where none is.
+    # The largest number of wins that is still significant: P(Binomial(k, 1/2) <= wins) <= level; -1
+    # where none is.
     wins = binom.ppf(level, counts, 0.5)
     wins = np.where(binom.cdf(wins, counts, 0.5) > level, wins - 1, wins)
     chance = binom.cdf(wins, counts, discordant / changed)

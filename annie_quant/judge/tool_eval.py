@@ -3,9 +3,9 @@
     load()      one case per scenario (69 in version 3.0.0)
     play()      one scenario against a server
 
-A scenario is a conversation whose tools compute their results from the calls before, so it cannot be a list of turns: the package
-plays it, and one record has the result. A pass is the package's status "pass"; its partial passes are fails here. The points are in
-the record's text.
+A scenario is a conversation whose tools compute their results from the calls before, so it cannot
+be a list of turns: the package plays it, and one record has the result. A pass is the package's
+status "pass"; its partial passes are fails here. The points are in the record's text.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ class Workload:
 def prompt_sha256(case: Case, workload: Workload) -> str:
     """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
 
-    Equal digests are one prompt, under any id. White space, characters that show nothing, Unicode's compatible forms (NFKC), what
-    is expected of the answer and the token limit are not part of it.
+    Equal digests are one prompt, under any id. White space, characters that show nothing, Unicode's
+    compatible forms (NFKC), what is expected of the answer and the token limit are not part of it.
     """
     content = [
         workload.messages(case),
@@ -251,7 +251,8 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     return sha256_text(re.sub(r"\\[nrt]|\s", "", text))
 
 
-# Controls, white space, U+2800, U+FFF9 to U+FFFB, and Unicode's Default_Ignorable_Code_Point (DerivedCoreProperties.txt).
+# Controls, white space, U+2800, U+FFF9 to U+FFFB, and Unicode's Default_Ignorable_Code_Point
+# (DerivedCoreProperties.txt).
 _NOT_SHOWN = re.compile(
     r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
     r"\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
@@ -275,8 +276,9 @@ def prompts_sha256(workload: Workload) -> str:
 def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
     """Return the workloads with each prompt once, and how many cases were repeats of earlier ones, here or in earlier calls.
 
-    A repeat adds its gates, and what it expects, to the first case with its prompt, which is then in a workload NAME+2 next to its
-    own; one that expects something else in the same field is left out.
+    A repeat adds its gates, and what it expects, to the first case with its prompt, which is then
+    in a workload NAME+2 next to its own; one that expects something else in the same field is left
+    out.
     """
     first: dict[str, tuple[int, Case]] = {}  # prompt → index of the workload, case
     gates: dict[str, tuple[str, ...]] = {}
@@ -327,9 +329,9 @@ def _json_text(arguments: object) -> str:
 def with_results(history: Sequence[Message], results: Sequence[Message]) -> list[JsonObject]:
     """Return a conversation whose last message is the model's answer, followed by the recorded results of its calls.
 
-    Each call gets the next result of the same name, so that a model which calls other tools, or in another order, gets an
-    answer too. If the answer has no call, the recorded calls (name, arguments) replace it: the turn after them is judged
-    all the same.
+    Each call gets the next result of the same name, so that a model which calls other tools, or in
+    another order, gets an answer too. If the answer has no call, the recorded calls (name,
+    arguments) replace it: the turn after them is judged all the same.
     """
     last = dict(history[-1])
     calls = [dict(call) for call in last.get("tool_calls") or ()]

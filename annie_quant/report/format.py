@@ -1,7 +1,7 @@
 """Numbers as pages show them.
 
-A page shows text from models and from other machines: each output format calls annie_quant.core.text.visible for every text it
-writes. Escaping for HTML is the template's task.
+A page shows text from models and from other machines: each output format calls
+annie_quant.core.text.visible for every text it writes. Escaping for HTML is the template's task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """report.html (one file, which requests nothing from any network), report.md and comparison.md, the document of R48.
 
-report.html shows answers side by side: prompts with an answer that failed a gate first, then those where the backends differ,
-then the rest, taken in turn from the workloads, up to a number of prompts and of characters, and how many were left out.
+report.html shows answers side by side: prompts with an answer that failed a gate first, then those
+where the backends differ, then the rest, taken in turn from the workloads, up to a number of
+prompts and of characters, and how many were left out.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def prepare(
     model: its name in the run (default: the verdict's candidate).
     checkpoint: its folder, where the run does not know it.
     forced: the reason for publishing in spite of failed gates or audit findings; the card shows it.
-    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a
-    file), CheckpointError.
+    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a
+    bad name, a secret in a file), CheckpointError.
     """
     from annie_quant import checkpoint as checkpoints
 
@@ -189,8 +189,9 @@ def prepare(
 def objections(run: LoadedRun, model: str) -> list[str]:
     """Return why this model should not be published.
 
-    Reasons are lost gates, no gates at all, a confound, a broken export, and figures or a verdict that differ from the records or
-    outcomes. Speed limits are not among them, because they hold for one machine only.
+    Reasons are lost gates, no gates at all, a confound, a broken export, and figures or a verdict
+    that differ from the records or outcomes. Speed limits are not among them, because they hold for
+    one machine only.
     """
     sides = run.sides_of(model)
     judged = judge_again(run.folder)
@@ -301,7 +302,8 @@ def _license(folder: Path) -> str:
 def _stage(folder: Path, files: dict[str, Path], text: str) -> Path:
     """Make `folder` hold exactly these files, as hard links where the file system allows, and the card.
 
-    Links to the same file stay, and with them huggingface_hub's notes (.cache/huggingface), by which an upload resumes.
+    Links to the same file stay, and with them huggingface_hub's notes (.cache/huggingface), by
+    which an upload resumes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in _staged(folder):
@@ -337,8 +339,9 @@ def upload(
 ) -> Uploaded:
     """Upload what was prepared; an interrupted upload resumes.
 
-    Raises UsageError (refused; the repository is public and should be private), EnvironmentFault (no token, offline),
-    ServerError (the Hub refuses, or keeps failing; files that were uploaded stay).
+    Raises UsageError (refused; the repository is public and should be private), EnvironmentFault
+    (no token, offline), ServerError (the Hub refuses, or keeps failing; files that were uploaded
+    stay).
     """
     if plan.refused:
         raise UsageError(
@@ -369,7 +372,8 @@ def upload(
             "run the same command again: it resumes",
         ) from error
     if missing:
-        # huggingface_hub's notes list them as uploaded; without the notes the next upload sends them.
+        # huggingface_hub's notes list them as uploaded; without the notes the next upload sends
+        # them.
         shutil.rmtree(plan.folder / ".cache", ignore_errors=True)
         raise ServerError(
             f"the Hub lacks {', '.join(missing[:4])}, or has them in another size",

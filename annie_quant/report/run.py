@@ -1,8 +1,8 @@
 """A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
-Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (recheck.py) makes a new one.
-Parts that do not fit their type count as missing (documents.salvage). Each line of records.jsonl that is not a record is left out
-with a message.
+Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (recheck.py)
+makes a new one. Parts that do not fit their type count as missing (documents.salvage). Each line of
+records.jsonl that is not a record is left out with a message.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ class _Search(msgspec.Struct):
 def load(run_dir: str | os.PathLike) -> LoadedRun:
     """Read a run directory.
 
-    Raises UsageError where it holds nothing that a report could show, EnvironmentFault for a run of a newer version.
+    Raises UsageError where it holds nothing that a report could show, EnvironmentFault for a run of
+        a newer version.
     """
     folder = Path(run_dir)
     if not folder.is_dir():

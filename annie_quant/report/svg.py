@@ -1,7 +1,8 @@
 """Drawings of the report: scales, ticks, and the shapes of assets/templates/charts.
 
-Colours are CSS classes (s0 … s7 for series), so that one drawing serves the light and the dark theme. `inline()` is for a page
-with STYLE or its own colours; `document()` is a complete file. Sizes are pixels of the viewBox.
+Colours are CSS classes (s0 … s7 for series), so that one drawing serves the light and the dark
+theme. `inline()` is for a page with STYLE or its own colours; `document()` is a complete file.
+Sizes are pixels of the viewBox.
 """
 
 from __future__ import annotations

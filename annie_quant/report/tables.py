@@ -1,7 +1,7 @@
 """The report's tables, written once for HTML, Markdown and CSV.
 
-A cell has the key of the figure that it shows ("gate|served/naive|tool_call"). HTML keeps it as data-k, so that a test can
-compare every number with the records.
+A cell has the key of the figure that it shows ("gate|served/naive|tool_call"). HTML keeps it as
+data-k, so that a test can compare every number with the records.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 build([DIR, DIR, …], output)   write trends.html (one offline file) and trends.md; runs are sorted by their time
 
-A change between two runs is significant only where their 95 % intervals do not overlap; figures without intervals are shown
-and not compared. Differences in machine, prompts or settings come before any figure.
+A change between two runs is significant only where their 95 % intervals do not overlap; figures
+without intervals are shown and not compared. Differences in machine, prompts or settings come
+before any figure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks of tool calls: the right function, arguments that parse and match their schema, allowed values.
 
-Calls with the allowed values of their arguments have the form of the Berkeley leaderboard's answers,
-{"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument
-may be omitted.
+Calls with the allowed values of their arguments have the form of the Berkeley leaderboard's
+answers, {"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the
+argument may be omitted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def tool_call_raw(
 ) -> str | None:
     """tool_call on what the model wrote, also where the server left the call in the text.
 
-    A higher rate than tool_call: the fault is the server's parser (is --tool-call-parser set?), not the model.
+    A higher rate than tool_call: the fault is the server's parser (is --tool-call-parser set?), not
+    the model.
     """
     return tool_call(raw_view(answer, workload.tools_for(case)), case, workload, reference)
 

@@ -1,7 +1,7 @@
 """An answer against the bf16 model's own answer to the same prompt: no label is needed.
 
-Each check applies only where the bf16 answer has the property: what bf16 itself does not do is not lost by quantizing. The
-bf16 answer is `reference`; without one, no check applies.
+Each check applies only where the bf16 answer has the property: what bf16 itself does not do is not
+lost by quantizing. The bf16 answer is `reference`; without one, no check applies.
 """
 
 from __future__ import annotations

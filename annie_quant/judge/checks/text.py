@@ -186,8 +186,8 @@ def repetition(
 
 # ---- markdown (R31): CommonMark's tokens (markdown-it-py), without what reads as prose or arithmetic
 #
-# An answer that is spoken has no **, no #, no list dashes, no backticks, no numbered lists. A minus in prose, a product sign
-# between numbers, '#1', 'C#' and '__init__' are not markdown.
+# An answer that is spoken has no **, no #, no list dashes, no backticks, no numbered lists. A minus
+# in prose, a product sign between numbers, '#1', 'C#' and '__init__' are not markdown.
 
 _BLOCKS = {
     "heading_open": "heading",
@@ -304,7 +304,8 @@ def no_markdown(
 
 # ---- thinking where it does not belong: in the content ever, or anywhere when thinking is off
 #
-# It is recognised by think tags (complete, or half open) and by the way base Qwen3.5 starts ("Thinking Process:" first).
+# It is recognised by think tags (complete, or half open) and by the way base Qwen3.5 starts
+# ("Thinking Process:" first).
 
 _TAG = re.compile(r"</?\s*think(?:ing)?\s*>|<think(?:ing)?\s*$", re.IGNORECASE)
 _DECORATION = r"[\s*_#>`]*"

@@ -342,7 +342,7 @@ def _scores(lost: Numbers, won: Numbers, n: Numbers, difference: float) -> Float
 
 
 @lru_cache(maxsize=4096)
-def n_to_decide(
+def paired_n_to_decide(
     lost: int,
     won: int,
     n: int,

@@ -338,7 +338,7 @@ def by_turn(run: LoadedRun) -> Figure:
 
 CURVE_POINTS = 64
 MIN_VALUES = 5  # that make a distribution
-TIMES = {metric: METRICS[metric].title for metric in COMPARED if METRICS[metric].unit == "ms"}
+_TIMES = {metric: METRICS[metric].title for metric in COMPARED if METRICS[metric].unit == "ms"}
 Curve = tuple[ServedModel, list[float]]
 
 
@@ -349,7 +349,7 @@ def distributions(run: LoadedRun) -> Figure:
     for side in run.served:
         by_side[side.name] = labelled(r for r in fit if r.backend == side.name)
     workloads = sorted(set().union(*by_side.values()))
-    for metric, title in TIMES.items():
+    for metric, title in _TIMES.items():
         for workload in workloads:
             curves: list[Curve] = []
             for side in run.served:
@@ -407,7 +407,7 @@ def _steps(ordered: list[float]) -> list[tuple[float, float]]:
     return [(ordered[0], 0.0), *((ordered[i], (i + 1) / n) for i in places)]
 
 
-MAX_TOKENS = 400  # of an answer, the end of the axis
+MAX_ANSWER_TOKENS = 400  # of an answer, the end of the axis
 
 
 def by_length(run: LoadedRun) -> Figure:
@@ -420,7 +420,9 @@ def by_length(run: LoadedRun) -> Figure:
         if times is None:
             continue
         ttft, tpot, n_workloads = times
-        lines.append((side, [Point(0, ttft), Point(MAX_TOKENS, ttft + MAX_TOKENS * tpot)]))
+        lines.append(
+            (side, [Point(0, ttft), Point(MAX_ANSWER_TOKENS, ttft + MAX_ANSWER_TOKENS * tpot)])
+        )
         speed = f"{significant(ttft)} ms + {significant(tpot)} ms per token"
         models.append(f"{run.label(side.model)}: {speed}")
         counts.append(n_workloads)
@@ -431,7 +433,7 @@ def by_length(run: LoadedRun) -> Figure:
         f"{min(counts)} workloads." + _crossings(run)
     )
     high = max(points[-1].y for _, points in lines)
-    tokens = Axis("tokens of the answer", 0, MAX_TOKENS, ticks(0, MAX_TOKENS, 5))
+    tokens = Axis("tokens of the answer", 0, MAX_ANSWER_TOKENS, ticks(0, MAX_ANSWER_TOKENS, 5))
     up = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
     chart = line_chart(run, title, "; ".join(models), tokens, up, lines)
@@ -445,7 +447,7 @@ def _crossings(run: LoadedRun) -> str:
     for row in run.aggregates.crossover:
         short = row.faster_when_short
         long = row.faster_when_long
-        if row.tokens and row.tokens <= 10 * MAX_TOKENS and short != long:
+        if row.tokens and row.tokens <= 10 * MAX_ANSWER_TOKENS and short != long:
             faster = f"{labels.get(short, name(short))} is faster below"
             text += (
                 f" {faster} {significant(row.tokens)} tokens, {labels.get(long, name(long))} above."

@@ -47,8 +47,8 @@ class Drawing:
         values = {
             "show": format,
             "plain": plain,
-            "percent": percent,
-            "joined": joined,
+            "percent": _percent,
+            "joined": _joined,
             "corners": corners,
             "top": ROWS_TOP,
             **self.values,
@@ -56,7 +56,7 @@ class Drawing:
         return render_svg("charts/drawing.svg", drawing=self, n=next(_ids), style=style, **values)
 
 
-def joined(points: Sequence[tuple[float, float]]) -> str:
+def _joined(points: Sequence[tuple[float, float]]) -> str:
     """Return the points of a path."""
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
@@ -111,7 +111,7 @@ def plain(value: float) -> str:
     return f"{value:,.10g}".replace(",", "\u202f")
 
 
-def percent(value: float) -> str:
+def _percent(value: float) -> str:
     return f"{100 * value:g}" + (" %" if value >= 1 else "")
 
 

@@ -77,7 +77,7 @@ def figure(text: str, key: str, value: float | None) -> Cell:
     return Cell(text, key=key, sort=value)
 
 
-def number(
+def number_cell(
     row: object,
     field: str,
     key: str,
@@ -296,9 +296,9 @@ def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Tab
         key = f"kl|{side.key}|"
         cells = {
             "numerics": Cell(side.how, css="word"),
-            **{field: number(kl, field, key) for field in ("mean", "median", "p99", "max")},
-            "same top token": number(kl, "same_top", key, format.share),
-            "tokens": number(kl, "n_tokens", key, format.count),
+            **{field: number_cell(kl, field, key) for field in ("mean", "median", "p99", "max")},
+            "same top token": number_cell(kl, "same_top", key, format.share),
+            "tokens": number_cell(kl, "n_tokens", key, format.count),
             "perplexity": Cell(
                 format.significant(side.data.perplexity), key=f"perplexity|{side.key}"
             ),
@@ -329,13 +329,13 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
             "b": Cell(labels.get(row.b, format.name(row.b)), css="word"),
             "workload": Cell(format.name(row.workload), css="word"),
             "metric": Cell(LABELS.get(row.metric, format.name(row.metric)), css="word"),
-            "prompts": number(row, "n_prompts", key, format.count),
-            "median a": number(row, "median_a", key),
-            "median b": number(row, "median_b", key),
-            "b − a": number(row, "median_difference", key, format.signed),
+            "prompts": number_cell(row, "n_prompts", key, format.count),
+            "median a": number_cell(row, "median_a", key),
+            "median b": number_cell(row, "median_b", key),
+            "b − a": number_cell(row, "median_difference", key, format.signed),
             "interval": Cell(format.bounds(row.low, row.high), sort=row.low),
-            "noise": number(row, "noise", key, format.tolerance),
-            "p (Holm)": number(row, "p_holm", key, format.p_value),
+            "noise": number_cell(row, "noise", key, format.tolerance),
+            "p (Holm)": number_cell(row, "p_holm", key, format.p_value),
             "differs": Cell("yes", css="word sure")
             if row.significant
             else Cell(differs, css="word"),
@@ -359,7 +359,7 @@ def memory_table(run: LoadedRun) -> Table:
         memory = side.data.memory_bytes
         if memory is None:
             continue
-        cells = [number(memory, level, f"memory|{side.key}|", format.size) for level in LEVELS]
+        cells = [number_cell(memory, level, f"memory|{side.key}|", format.size) for level in LEVELS]
         for cell in cells:
             cell.key = cell.key if cell.sort is not None else ""
         source = SOURCES.get(memory.source, memory.source) or "not recorded"

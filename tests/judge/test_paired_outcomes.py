@@ -18,7 +18,7 @@ from annie_quant.judge.statistics import (
     excess_loss,
     mcnemar,
     mid_p,
-    n_to_decide,
+    paired_n_to_decide,
     score_interval,
     wilson,
 )
@@ -187,7 +187,7 @@ def test_n_to_decide_by_brute_force(lost, won, n, excess):
     """From this number on every number of prompts decides, and the one before does not."""
     for margin, limit, level in ((0.05, 0.0, 0.005), (0.05, -0.05, 0.01), (0.05, None, 0.05)):
         arguments = (margin, limit, level, excess)
-        result = n_to_decide(lost, won, n, *arguments)
+        result = paired_n_to_decide(lost, won, n, *arguments)
         decided = [decides(lost, won, n, count, *arguments) for count in range(n + 1, 1200)]
         last_open = max((i for i, ok in enumerate(decided, n + 1) if not ok), default=n)
         if last_open == 1199:
@@ -200,8 +200,8 @@ def test_n_to_decide_where_a_larger_number_of_prompts_leaves_open_what_a_smaller
     rule = (0.05, 0.0, 0.005, False)
     assert decides(5, 1, 40, 120, *rule) and not decides(5, 1, 40, 121, *rule)
     assert decides(7, 2, 50, 143, *rule) and not decides(7, 2, 50, 155, *rule)
-    assert n_to_decide(7, 2, 50, *rule) > 157
-    assert n_to_decide(2, 2, 40, 0.0, 0.0, 0.05) is None, "as many lost as won"
+    assert paired_n_to_decide(7, 2, 50, *rule) > 157
+    assert paired_n_to_decide(2, 2, 40, 0.0, 0.0, 0.05) is None, "as many lost as won"
 
 
 def checks(**gates):

@@ -210,8 +210,8 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
 def _n_to_decide(name: str, gate: PairedGate, level: float) -> int | None:
     if is_two_sided(name):
         fewer, more = sorted((gate.lost, gate.won))
-        return stats.n_to_decide(more, fewer, gate.n, gate.margin, None, level)
-    return stats.n_to_decide(
+        return stats.paired_n_to_decide(more, fewer, gate.n, gate.margin, None, level)
+    return stats.paired_n_to_decide(
         gate.lost,
         gate.won,
         gate.n,

@@ -158,6 +158,8 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         )
     for model, numerics in aggregates.offline.items():
         both = {**numerics, **aggregates.members.get(model, {})}
+        if not any(_has_comparison(side) for side in both.values()):
+            continue  # without a reference (version 0.1.0), the absolute requirements stay
         sides, _ = decision.judge_sides(both)
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
@@ -166,6 +168,11 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         candidate = None
     verdict = decision.run_verdict(aggregates, candidate)
     return replace(run.document, aggregates=aggregates, verdict=verdict)
+
+
+def _has_comparison(side: documents.OfflineSide) -> bool:
+    results = side.gates.values()
+    return bool(side.paired) or any(result.meets is not None for result in results)
 
 
 def verdict_differences(run: LoadedRun, judged: Run) -> list[str]:

@@ -61,10 +61,8 @@ def aggregate(
         raise UsageError(problem, f"annie-quant bench ... --output {root}") from error
     if stated is not None and stated.names:
         bench.config.roles = stated
-    records, state = (
-        valid_records(every),
-        machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup]),
-    )
+    records = valid_records(every)
+    state = machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup])
     measured = bench.memory, bench.ended, stored_reference(root), memory.read_traces(root), state
     return aggregate_records(
         [*records, *read_unanswered(root)], bench.config, bench.backends, *measured
@@ -214,7 +212,8 @@ def _speed_gates(
     single = [r for r in records if r.workload not in thinking and r.load.alone]
     gates = {}
     for gate, (metric, limit) in SPEED_LIMITS.items():
-        if median := summary(values_by_prompt(single, metric), seed):
+        median = summary(values_by_prompt(single, metric), seed)
+        if median:
             low, high = (median.p50 if end is None else end for end in (median.low, median.high))
             passes, fails = (
                 (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
@@ -252,7 +251,9 @@ def summary(by_prompt: Values, seed: int = 0) -> documents.MetricSummary | None:
     pooled = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
     p50, p90, p99 = np.percentile(pooled, [50, 90, 99]).tolist()
     low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
-    mean, n, n_prompts = float(pooled.mean()), int(pooled.size), len(by_prompt)
+    mean = float(pooled.mean())
+    n = int(pooled.size)
+    n_prompts = len(by_prompt)
     return documents.MetricSummary(
         p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts
     )
@@ -328,7 +329,8 @@ def _floors(records: Sequence[documents.RequestRecord], seed: int) -> list[docum
 def adjust(rows: Sequence[documents.AdjustedResult]) -> None:
     """Set p_holm and significant of each row: Holm's adjustment over all of them."""
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
-        row.p_holm, row.significant = p, p is not None and p < LEVEL
+        row.p_holm = p
+        row.significant = p is not None and p < LEVEL
 
 
 def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[documents.TurnPoint]:
@@ -366,13 +368,16 @@ def _crossover(
     served: Mapping[str, documents.ServedSide], a: str, b: str
 ) -> documents.Crossover | None:
     """Return the number of tokens at which two backends have the same total latency (TTFT + tokens x TPOT, medians)."""
-    ours, theirs = mean_times(served[a]), mean_times(served[b])
+    ours = mean_times(served[a])
+    theirs = mean_times(served[b])
     if ours is None or theirs is None:
         return None
-    (ttft_a, tpot_a, _), (ttft_b, tpot_b, _) = ours, theirs
+    ttft_a, tpot_a, _ = ours
+    ttft_b, tpot_b, _ = theirs
     tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
     tokens = tokens if tokens and tokens > 0 else None
-    short, long = a if ttft_a <= ttft_b else b, a if tpot_a < tpot_b else b
+    short = a if ttft_a <= ttft_b else b
+    long = a if tpot_a < tpot_b else b
     return documents.Crossover(
         a=a, b=b, tokens=tokens, faster_when_short=short, faster_when_long=long
     )

@@ -413,25 +413,23 @@ class Acceptance:
             if now is not None and abs(
                 now.generated - before.generated - received
             ) <= OTHERS_TOKENS * len(records):
-                drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
+                drafted = now.drafted - before.drafted
+                accepted = now.accepted - before.accepted
                 for record in (
                     records if 0 <= accepted <= drafted else ()
                 ):  # else the server was restarted
                     share = (record.answer.completion_tokens or 0) / received
-                    record.tokens.drafted_tokens, record.tokens.accepted_tokens = (
-                        drafted * share,
-                        accepted * share,
-                    )
+                    record.tokens.drafted_tokens = drafted * share
+                    record.tokens.accepted_tokens = accepted * share
                     record.tokens.acceptance_source = "metrics"
                 return
 
 
 # ---- requests within the time budget
 
-MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = (
-    64_000_000,
-    1 << 18,
-)  # far above 32,768 tokens with their log probabilities
+# far above 32,768 tokens with their log probabilities
+MAX_ANSWER_BYTES = 64_000_000
+MAX_ANSWER_EVENTS = 1 << 18
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 
@@ -471,7 +469,9 @@ class Sender:
     def __init__(
         self, config: BenchConfig, session: int, identities: Mapping[str, Identity]
     ) -> None:
-        self.config, self.session, self.identities = config, session, identities
+        self.config = config
+        self.session = session
+        self.identities = identities
         self.deadline = None if config.budget_s is None else time.monotonic() + config.budget_s
 
     def left_s(self) -> float | None:
@@ -494,7 +494,8 @@ class Sender:
 
         headers = dict(backend.headers)
         left_s = self.left_s()
-        models, probe_s = f"{backend.root}/v1/models", min(self.config.timeout_s, PROBE_TIMEOUT_S)
+        models = f"{backend.root}/v1/models"
+        probe_s = min(self.config.timeout_s, PROBE_TIMEOUT_S)
         opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
         begins = {r.tag: None if r.start_s is None else CONNECT_S + r.start_s for r in requests}
         measured = [

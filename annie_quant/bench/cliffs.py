@@ -73,7 +73,8 @@ def _measured(
     }
     points = []
     for level, cases in levels.items():
-        passes, n = sum(right[level].values()), len(cases)
+        passes = sum(right[level].values())
+        n = len(cases)
         low, high = wilson(passes, n)
         rate = statistics.fmean(answer for repeats in cases.values() for answer in repeats)
         points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=rate))
@@ -94,10 +95,12 @@ def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
     if not fits:
         return None
     best = max(fits, key=fits.__getitem__)
-    if (p := _fall_p(right)) >= LEVEL:
+    p = _fall_p(right)
+    if p >= LEVEL:
         return None
     likely = [at for at, fit in fits.items() if fits[best] - fit <= LIKELY]
-    first, last = levels[min(likely)], levels[max(likely)]
+    first = levels[min(likely)]
+    last = levels[max(likely)]
     return Cliff(holds=levels[best - 1], breaks=levels[best], earliest=first, latest=last, p=p)
 
 
@@ -171,7 +174,9 @@ def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
 
 
 def _sentence(backend: str, ladder: Ladder) -> Confound:
-    unit, points, cliff = UNITS[ladder.axis], ladder.points, ladder.cliff
+    unit = UNITS[ladder.axis]
+    points = ladder.points
+    cliff = ladder.cliff
     power = f" (pass^{ladder.repeats})" if ladder.repeats > 1 else ""
     if cliff is None:
         last = unit.format(f"{points[-1].level:,}")
@@ -186,10 +191,8 @@ def _sentence(backend: str, ladder: Ladder) -> Confound:
     within = (
         "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
     )
-    breaks, before = (
-        unit.format(f"{cliff.breaks:,}") + within,
-        _counts([p for p in points if p.level <= cliff.holds]),
-    )
+    breaks = unit.format(f"{cliff.breaks:,}") + within
+    before = _counts([p for p in points if p.level <= cliff.holds])
     figures = {
         "before": before,
         "after": _counts([p for p in points if p.level >= cliff.breaks]),

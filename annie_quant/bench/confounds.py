@@ -24,11 +24,15 @@ from annie_quant.judge.statistics import LEVEL, compare, holm
 Records = Sequence[RequestRecord]
 Findings = Iterator[Confound]
 
-SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
+SLOW_FACTOR = 10.0
+SLOW_MS = 1000.0
 NO_CACHE_RUNTIMES = ("llama.cpp", "vllm")  # their requests can switch the prefix cache off
 BUSY_LOAD = 2.0  # per core; two servers and a client alone make about one
-CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
-OPENING_WORDS, LEAST_ANSWERS, LEAST_EQUAL_SHARE = 3, 10, 0.2
+CLOCK_FACTOR = 1.1
+CLOCK_MS = 0.2
+OPENING_WORDS = 3
+LEAST_ANSWERS = 10
+LEAST_EQUAL_SHARE = 0.2
 RARE = 0.05  # share of answers
 MIN_CUT_SHARE = 0.5  # of a side's answers, from which its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
@@ -96,7 +100,8 @@ def _pair(a: Identity, b: Identity) -> Findings:
         "n_embd": "hidden sizes",
     }
     for field, title in sizes.items():
-        x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
+        x = getattr(a.model_meta, field)
+        y = getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
             compared.append(("different_models", title, x, y))
     compared += [
@@ -129,12 +134,11 @@ def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
             counts[record.backend][record.workload, record.case] = record.tokens.prompt_tokens
     for a, b in itertools.combinations(names, 2):
         shared = counts[a].keys() & counts[b].keys()
-        if differing := sorted(key for key in shared if counts[a][key] != counts[b][key]):
-            (first, *_), n, both = (
-                differing,
-                len(differing),
-                [counts[side][differing[0]] for side in (a, b)],
-            )
+        differing = sorted(key for key in shared if counts[a][key] != counts[b][key])
+        if differing:
+            first, *_ = differing
+            n = len(differing)
+            both = [counts[side][differing[0]] for side in (a, b)]
             prompt = "/".join(first)
             yield finding(
                 "different_prompts",
@@ -158,7 +162,8 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
         shared = sorted(answers[a].keys() & answers[b].keys())
         unlabelled = [key for key in shared if not has_label(answers[b][key].judgement.checks)]
         ours, theirs = ([answers[side][key].answer for key in unlabelled] for side in (a, b))
-        if constant := constant_answer(ours, theirs):
+        constant = constant_answer(ours, theirs)
+        if constant:
             yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
         both = answers[a].keys() & answers[b].keys()
@@ -175,7 +180,8 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
 
 
 def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
-    if stopped := ended.stopped:
+    stopped = ended.stopped
+    if stopped:
         yield finding(
             "stopped_early", *names, look=stopped.look, looks=stopped.looks + 1, level=stopped.level
         )
@@ -193,7 +199,8 @@ def _busy(names: Sequence[str], records: Records) -> Findings:
 def _priority(names: Sequence[str], records: Records) -> Findings:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
     flags = [r.timings.realtime for r in records if r.timings.realtime is not None]
-    if without := flags.count(False):
+    without = flags.count(False)
+    if without:
         yield finding("normal_priority", *names, n=without, of=len(flags))
 
 
@@ -254,7 +261,8 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
         and not r.answer.tool_calls
         and (not r.answer.fault or r.answer.finish_reason == "length")
     ]
-    if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
+    lengths = [tokens for tokens in empty if tokens and tokens > 8]
+    if lengths:
         tokens = round(statistics.median(lengths))
         yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
 
@@ -262,7 +270,8 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
 def _tool_parser(name: str, records: Records) -> Findings:
     """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
     tools = [r for r in records if "tool_call" in r.judgement.checks]
-    if refused := sum(r.answer.status == 400 for r in tools):
+    refused = sum(r.answer.status == 400 for r in tools)
+    if refused:
         yield finding("tool_parser_missing", name, n=refused, of=len(tools))
     failed = [r for r in tools if not r.judgement.checks["tool_call"]]
     in_text = sum(r.judgement.checks.get("tool_call_raw", False) for r in failed)
@@ -316,7 +325,8 @@ def _cut(name: str, records: Records) -> Findings:
 
 
 def _slow_starts(name: str, records: Records) -> Findings:
-    if slow := [r for r in records if r.cold] + stalls(records):
+    slow = [r for r in records if r.cold] + stalls(records)
+    if slow:
         yield finding(
             "cold_start", name, n=len(slow), longest=max(r.timings.e2e_ms or 0 for r in slow) / 1000
         )
@@ -345,12 +355,14 @@ def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 def impossible(record: RequestRecord) -> bool:
     """Whether an answer was stamped before its request was sent: the stamp, and so all its times, are wrong."""
-    first, sent = record.timings.first_event_ms, record.timings.sent_ms
+    first = record.timings.first_event_ms
+    sent = record.timings.sent_ms
     return first is not None and sent is not None and first < sent
 
 
 def _stamps(name: str, records: Records) -> Findings:
-    if early := sum(map(impossible, records)):
+    early = sum(map(impossible, records))
+    if early:
         yield finding("stamp_fault", name, n=early, of=len(records))
 
 
@@ -384,7 +396,8 @@ def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
     """
     tokens = events = 0
     for r in rows:
-        own, n = r.tokens.token_events, r.answer.completion_tokens
+        own = r.tokens.token_events
+        n = r.answer.completion_tokens
         if own and n and not (r.answer.tokens_estimated or r.answer.tool_calls or r.answer.error):
             tokens += max(0, n - (r.answer.finish_reason == "stop"))
             events += own
@@ -425,10 +438,8 @@ def _depth(name: str, rows: Records) -> Findings:
     for workload, own in _by_workload(
         r for r in rows if r.load.depth and r.tokens.prompt_tokens
     ).items():
-        depth, prompt = (
-            own[0].load.depth or 0,
-            statistics.median(r.tokens.prompt_tokens for r in own),
-        )
+        depth = own[0].load.depth or 0
+        prompt = statistics.median(r.tokens.prompt_tokens for r in own)
         if prompt < DEPTH_SHARE * depth:
             yield finding("depth_not_reached", name, workload=workload, prompt=prompt, depth=depth)
 
@@ -458,9 +469,11 @@ def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
     """Paired over prompts, Holm over workloads and pairs of sides."""
     tests = []
     for a, b in itertools.combinations(by_side, 2):
-        left, right = _by_workload(by_side[a]), _by_workload(by_side[b])
+        left = _by_workload(by_side[a])
+        right = _by_workload(by_side[b])
         for workload in sorted(left.keys() & right.keys()):
-            x, y = acceptance(left[workload]), acceptance(right[workload])
+            x = acceptance(left[workload])
+            y = acceptance(right[workload])
             if x is not None and y is not None:
                 result = compare(
                     *(measured_values(side[workload], "acceptance") for side in (left, right))
@@ -504,7 +517,8 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     ]
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
-            own, rest = groups[workload], others[workload]
+            own = groups[workload]
+            rest = others[workload]
             means = {"own": statistics.fmean(own), "rest": statistics.fmean(rest)}
             yield finding(
                 "acceptance_falls",

@@ -30,7 +30,8 @@ def finding(code: str, *backends: str, **values: object) -> Confound:
 
     values: what the message's placeholders stand for; `severity`: instead of the code's.
     """
-    text, (names, listed) = TEXTS[code], (joint.join(backends) for joint in (" and ", ", "))
+    text = TEXTS[code]
+    names, listed = (joint.join(backends) for joint in (" and ", ", "))
     severity = cast("Severity", values.pop("severity", text.severity))
     message = text.message.format(*backends, names=names, listed=listed, **values)
     return Confound(code=code, severity=severity, message=message, backends=list(backends))
@@ -60,7 +61,8 @@ def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
 
 def _drift_finding(row: Drift) -> Confound:
     causes, throttles = _causes(row)
-    slower, after_s = row.shift > 0, row.after_s
+    slower = row.shift > 0
+    after_s = row.after_s
     severity, direction = ("fault", "slower") if slower else ("note", "faster")
     after = f"{after_s / 60:.1f} minutes" if after_s >= 90 else f"{after_s:.0f} seconds"
     words = {
@@ -90,7 +92,8 @@ def _causes(row: Drift) -> tuple[str, bool]:
     sure = {name: figures for name, figures in row.machine.items() if figures[2] < LEVEL}
     clock, heat, load = (sure.get(name) for name in ("clock_mhz", "temperature_c", "load_per_core"))
     slower = row.shift > 0
-    parts, throttled = [], False
+    parts = []
+    throttled = False
     if slower and clock and clock[1] < clock[0]:
         parts.append(f"the clock fell from {clock[0]:.0f} to {clock[1]:.0f} MHz (p {clock[2]:.2g})")
         throttled = True

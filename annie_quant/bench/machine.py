@@ -40,7 +40,8 @@ from annie_quant.judge.statistics import median_interval
 CPU_SHAPE = (2048, 4096)  # 4.7 MB
 GPU_SHAPE = (16384, 8192)  # 75 MB: more than the caches of a GB10 (24 MB) and of an H100 (50 MB)
 REPEATS = 5  # of a sample, which is the fastest one: a process that takes the core for a moment is not a state
-GRAPH_MS, MOST_PRODUCTS = 10.0, 4096
+GRAPH_MS = 10.0
+MOST_PRODUCTS = 4096
 
 
 def new_probe(on_gpu: bool) -> GpuProbe | CpuProbe:
@@ -86,7 +87,8 @@ class GpuProbe:
         self._out = DeviceArray((1, GPU_SHAPE[0]), "float16")
         self._workspace = DeviceArray((max(1, self._weight.workspace_bytes(1)),), "uint8")
         self._stream = native().stream_new()
-        self._products, self._graph = 1, self._captured(1)
+        self._products = 1
+        self._graph = self._captured(1)
         self._products = max(1, min(MOST_PRODUCTS, round(GRAPH_MS / self.time_ms())))
         native().graph_free(self._graph)
         self._graph = self._captured(self._products)
@@ -166,7 +168,8 @@ class Monitor:
         # After the probe: a processor that was idle has a low clock.
         sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
         end = time.monotonic()
-        sample.took_s, self._next_s = end - start, end + EVERY_S
+        sample.took_s = end - start
+        self._next_s = end + EVERY_S
         self.log.append(documents.encode(sample))
         self.samples.append(sample)
 
@@ -208,7 +211,8 @@ def _changes(
     rows = [(s.time_unix_s, value) for s in samples if (value := getattr(s, field))]
     if len(rows) < LEAST_SAMPLES:
         return []
-    times, logs = [t for t, _ in rows], np.log([value for _, value in rows])
+    times = [t for t, _ in rows]
+    logs = np.log([value for _, value in rows])
     medians, limit = _medians(logs)
     spans = []
     for start, end in _runs(np.abs(medians) > limit):
@@ -251,7 +255,8 @@ def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineSpan:
     """Return the time from the sample before `first` to the one after `last`."""
-    start, end = times[max(0, first - 1)], times[min(last + 1, len(times) - 1)]
+    start = times[max(0, first - 1)]
+    end = times[min(last + 1, len(times) - 1)]
     return MachineSpan(start_unix_s=start, end_unix_s=end, cause=cause)
 
 
@@ -307,7 +312,8 @@ def findings(state: MachineState | None, requests: int, backends: Sequence[str])
         return [
             finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)
         ]
-    seconds, end = 0.0, 0.0
+    seconds = 0.0
+    end = 0.0
     for span in state.spans:  # in order of their start; they may overlap
         seconds += max(0.0, span.end_unix_s - max(span.start_unix_s, end))
         end = max(end, span.end_unix_s)
@@ -322,7 +328,8 @@ def unequal(stored: MachineState | None, new: MachineState | None) -> str:
     if len(known) < 2 or known[0].probe != known[1].probe:
         return ""
     before, after = known
-    low, high = (after.low or 0.0) / (before.high or 1.0), (after.high or 0.0) / (before.low or 1.0)
+    low = (after.low or 0.0) / (before.high or 1.0)
+    high = (after.high or 0.0) / (before.low or 1.0)
     if low <= 1 + LEAST_CHANGE / 4 and high >= 1 - LEAST_CHANGE / 4:
         return ""
     return (

@@ -47,11 +47,15 @@ class PeakMemory:
     """Samples in a thread while the block runs; `highest` holds each figure's peak."""
 
     def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
-        self.pid, self.every_s, self.highest = pid, every_s, sample(pid)
+        self.pid = pid
+        self.every_s = every_s
+        self.highest = sample(pid)
         self.trace: list[
             tuple[float, float]
         ] = []  # (Unix time in seconds, bytes), evenly spaced over the whole run
-        self._samples, self._stride = 0, 1  # every _stride-th sample is in the trace
+        # every _stride-th sample is in the trace
+        self._samples = 0
+        self._stride = 1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -97,7 +101,8 @@ def _gpu(pids: list[int]) -> int | None:
     if not pids:
         return None
     if time.monotonic() - _gpu_sampled_s > GPU_SAMPLE_S:
-        _gpu_bytes, _gpu_sampled_s = host.gpu_process_bytes(), time.monotonic()
+        _gpu_bytes = host.gpu_process_bytes()
+        _gpu_sampled_s = time.monotonic()
     sizes = [_gpu_bytes[pid] for pid in pids if pid in _gpu_bytes]
     return sum(sizes) if sizes else None
 
@@ -109,7 +114,8 @@ def _gpu(pids: list[int]) -> int | None:
 
 FILE = "memory_trace.json"
 SETTLING_SHARE = 0.25  # of the run, left out
-BINS, LEAST_BINS = 24, 8
+BINS = 24
+LEAST_BINS = 8
 RESAMPLES = 299
 LEAST_BYTES = 16 << 20  # over the measured time: less is noise of the allocator
 LEAST_SHARE = 0.005  # of the memory in use
@@ -122,7 +128,8 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     data = np.asarray(trace, dtype=np.float64).reshape(-1, 2)
     if not len(data):
         return None
-    start, end = data[0, 0], data[-1, 0]
+    start = data[0, 0]
+    end = data[-1, 0]
     data = data[data[:, 0] >= start + SETTLING_SHARE * (end - start)]
     bins = min(BINS, len(data) // 2)
     if bins < LEAST_BINS:
@@ -133,7 +140,8 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     if hours <= 0:
         return None
     rng = np.random.default_rng(seed)
-    rate, picked = slope(points), (np.unique(rng.integers(0, bins, bins)) for _ in range(RESAMPLES))
+    rate = slope(points)
+    picked = (np.unique(rng.integers(0, bins, bins)) for _ in range(RESAMPLES))
     low, high = np.quantile([slope(points[places]) for places in picked], [0.025, 0.975]).tolist()
     least = max(LEAST_BYTES, LEAST_SHARE * float(np.median(points[:, 1])))
     grows = bool(low > 0 and rate * hours > least)
@@ -165,7 +173,9 @@ class ServerMemory:
 
     def __init__(self, backends: Sequence[Backend], folder: Path) -> None:
         pids = {b.name: int(b.meta["pid"]) for b in backends if b.meta.get("pid")}
-        self.path, self.folder, self._stack = folder / "memory.json", folder, ExitStack()
+        self.path = folder / "memory.json"
+        self.folder = folder
+        self._stack = ExitStack()
         self.peaks = {name: PeakMemory(pid, every_s=RUN_SAMPLE_S) for name, pid in pids.items()}
 
     def __enter__(self) -> ServerMemory:

@@ -300,7 +300,8 @@ def _has_text_of_a_length(workload: Workload) -> bool:
     )
 
 
-LOWEST, HIGHEST = 0.1, 2.0
+LOWEST = 0.1
+HIGHEST = 2.0
 
 
 class ContextSize(msgspec.Struct, kw_only=True):

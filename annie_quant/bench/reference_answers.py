@@ -138,7 +138,8 @@ def _check(
     for gate in REFERENCE_GATES:
         record.judgement.checks.pop(gate, None)
         record.judgement.faults.pop(gate, None)
-    if (reference := answers.get(key)) is None:
+    reference = answers.get(key)
+    if reference is None:
         return
     at_turn = case.at_turn(record.turn)
     for gate in workload.gates:

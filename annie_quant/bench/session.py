@@ -98,9 +98,11 @@ class Session:
         self.workloads = plan.workloads
         self.folder = plan.folder
         self.stop_at_smoke = plan.stop_at_smoke
-        self.records, self.recorded = records, recorded
+        self.records = records
+        self.recorded = recorded
         self.backends = {b.name: b for b in plan.backends}
-        self.progress, self.on_record = progress, on_record
+        self.progress = progress
+        self.on_record = on_record
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[
@@ -134,7 +136,8 @@ class Session:
         self._take_back(visits)
         while True:
             ended = self._pass(visits)
-            if not (again := self._take_back(visits)) or ended.unasked or ended.stopped:
+            again = self._take_back(visits)
+            if not again or ended.unasked or ended.stopped:
                 return ended
             self.progress.message(
                 f"the machine was in another state during {again} requests: they are measured again"
@@ -337,18 +340,18 @@ class Session:
         if record.id in self.done:
             return
         self.machine.sample()
-        backend, timeout_s = (
-            self.backends[visit.backend],
-            self.sender.timeout_s(self.config.timeout_s),
-        )
-        started_at, started_s = _now(), time.time()
+        backend = self.backends[visit.backend]
+        timeout_s = self.sender.timeout_s(self.config.timeout_s)
+        started_at = _now()
+        started_s = time.time()
         key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
         played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
         if played.error and not alive(backend):
             raise ServerError(
                 f"backend {backend.name!r} at {backend.public_url} went away: {played.error}"
             )
-        record.load.started_at, record.timings.started_unix_s = started_at, started_s
+        record.load.started_at = started_at
+        record.timings.started_unix_s = started_s
         judge_scenario(record, played)
         self.records.append(record)
         self.done[record.id] = record
@@ -364,7 +367,9 @@ class Session:
         if visit.warmup:
             record.id += f"#warm{self.session}"
         record.model = self._model(visit.backend)
-        record.session, record.cold, record.prompt_sha256 = self.session, cold, self.digests[prompt]
+        record.session = self.session
+        record.cold = cold
+        record.prompt_sha256 = self.digests[prompt]
         return record
 
     def _model(self, name: str) -> str | None:
@@ -398,7 +403,8 @@ class Session:
         timings.save(self.folder / "streams" / stream)
         self.batch += 1
         for turn in turns:
-            record, received = turn.record, answers[turn.tag]
+            record = turn.record
+            received = answers[turn.tag]
             documents.set_answer(record, received)
             correct_finish_reason(record.answer, turn.body.get("max_tokens"))
             answer = record.answer
@@ -495,7 +501,8 @@ def run(
         with contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
             session.measure_memory()
-        levels, traces = session.memory.levels(), session.memory.add_traces()
+        levels = session.memory.levels()
+        traces = session.memory.add_traces()
     finally:
         records.close()
     if session.compare_with_reference() or session.marked:

@@ -199,7 +199,8 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     if split is None:
         return None
     at, p = split
-    start, since = start_of(records[0]), start_of(rows[at])
+    start = start_of(records[0])
+    since = start_of(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
     row = Drift(
         backend=name,
@@ -216,10 +217,8 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
         if None not in values and len(set(values)) > 1:
             row.machine[field] = moved(values, at, seed)
     throttled = [bool(r.load.throttle) for r in rows]
-    row.throttled_before, row.throttled_after = (
-        statistics.fmean(throttled[:at]),
-        statistics.fmean(throttled[at:]),
-    )
+    row.throttled_before = statistics.fmean(throttled[:at])
+    row.throttled_after = statistics.fmean(throttled[at:])
     row.throttle = next((str(r.load.throttle) for r in rows[at:] if r.load.throttle), None)
     return row
 
@@ -326,10 +325,8 @@ def _shift(deviation: Floats, groups: Integers, at: int, seed: int) -> tuple[flo
     """
     later = _centred((np.arange(len(deviation)) >= at).astype(float), groups)
     edges = _edges(len(deviation))[:-1]
-    products, squares = (
-        np.add.reduceat(deviation * later, edges),
-        np.add.reduceat(later * later, edges),
-    )
+    products = np.add.reduceat(deviation * later, edges)
+    squares = np.add.reduceat(later * later, edges)
     picked = np.random.default_rng(seed).integers(0, len(edges), (SHIFT_RESAMPLES, len(edges)))
     below = squares[picked].sum(axis=1)
     draws = np.expm1(products[picked].sum(axis=1)[below > 0] / below[below > 0])

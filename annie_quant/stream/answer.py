@@ -134,7 +134,8 @@ class StreamedAnswer:
             arguments = msgspec.json.encode(arguments).decode()
         call.id = call.id or call_id
         call.name = call.name or name or ""
-        if text := text_of(arguments):
+        text = text_of(arguments)
+        if text:
             self.arguments.setdefault(index, []).append(text)
         has_content = bool(call_id or name or arguments)
         if has_content:

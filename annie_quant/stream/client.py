@@ -274,7 +274,8 @@ def _run(
 
 
 def _row(r: Request) -> tuple[object, ...]:
-    body, headers = r.body, [(str(name), str(value)) for name, value in (r.headers or {}).items()]
+    body = r.body
+    headers = [(str(name), str(value)) for name, value in (r.headers or {}).items()]
     if r.json is not None:
         if body is not None:
             raise UsageError(f"{r!r} has both json and body", "use one of them")
@@ -389,7 +390,8 @@ def fetch(
 
 def http_reply(timings: Timings, request: int) -> HttpReply:
     """Return the answer of one request of a run."""
-    fault, status = transport_fault(timings, request), int(timings.requests["status"][request])
+    fault = transport_fault(timings, request)
+    status = int(timings.requests["status"][request])
     return HttpReply(
         status, timings.headers(request), timings.body(request), fault[1] if fault else None
     )

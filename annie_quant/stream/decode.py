@@ -32,8 +32,16 @@ from annie_quant.stream.answer import (
     text_of,
 )
 
-DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
-MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
+# sse_kind (csrc/stream/sse.h)
+DATA = 1
+DONE = 2
+SILENT = 3
+TAIL = 4
+BODY = 5
+# sse_flag
+MERGED = 1
+NAMED = 2
+COMMENT = 4
 LEAST_EVENTS = 8  # of an answer whose tokens per event are reported
 LEAST_TPOT_MS = 1e-9  # less is a wrong count of tokens, and its inverse no rate that records hold
 
@@ -70,7 +78,8 @@ class TokenTimes(msgspec.Struct):
 
 def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
     """Decode all frames of one event stream."""
-    answer, count = StreamedAnswer(), 0
+    answer = StreamedAnswer()
+    count = 0
     for frame in frames:
         if frame.kind in (SILENT, BODY):
             continue
@@ -174,10 +183,12 @@ def cached_tokens(answer: StreamedAnswer) -> int | None:
     None where it did not report them, and, with a warning, where the figure cannot be: more than the prompt has, or not what
     llama.cpp's count of processed tokens leaves of the prompt.
     """
-    usage, timings = answer.usage or {}, answer.server_timings or {}
+    usage = answer.usage or {}
+    timings = answer.server_timings or {}
     details = usage.get("prompt_tokens_details")
     cached = integer(details.get("cached_tokens")) if isinstance(details, dict) else None
-    in_cache, processed = integer(timings.get("cache_n")), integer(timings.get("prompt_n"))
+    in_cache = integer(timings.get("cache_n"))
+    processed = integer(timings.get("prompt_n"))
     cached = in_cache if cached is None else cached
     prompt = integer(usage.get("prompt_tokens"))
     if cached is None or prompt is None:
@@ -195,7 +206,8 @@ def cached_tokens(answer: StreamedAnswer) -> int | None:
 def draft_tokens(answer: StreamedAnswer) -> tuple[float, float] | tuple[None, None]:
     """Return (drafted, accepted) tokens of a speculative decoder, as llama.cpp's timings have them; (None, None): unknown."""
     timings = answer.server_timings or {}
-    drafted, accepted = integer(timings.get("draft_n")), integer(timings.get("draft_n_accepted"))
+    drafted = integer(timings.get("draft_n"))
+    accepted = integer(timings.get("draft_n_accepted"))
     if drafted is None or accepted is None or accepted > drafted:
         return None, None
     return float(drafted), float(accepted)

@@ -137,9 +137,13 @@ class Timings:
         redactor: Redactor | None = None,
     ) -> None:
         self.plan = list(plan)
-        self.requests, self.events, self.reads = requests, events, reads
-        self.frames, self.notes = frames, notes
-        self.origin_ns, self.origin_realtime_ns = origin_ns, origin_realtime_ns
+        self.requests = requests
+        self.events = events
+        self.reads = reads
+        self.frames = frames
+        self.notes = notes
+        self.origin_ns = origin_ns
+        self.origin_realtime_ns = origin_realtime_ns
         self.realtime = realtime
         self._rows: list[np.ndarray] | None = None
         if redactor:
@@ -274,7 +278,8 @@ class Timings:
             raise EnvironmentFault(
                 f"{path} has schema_version {version}, expected {SCHEMA_VERSION}"
             )
-        origin_ns, realtime_ns = plan.origin_ns, plan.origin_realtime_ns
+        origin_ns = plan.origin_ns
+        realtime_ns = plan.origin_realtime_ns
         return cls(
             plan.asked,
             *arrays,
@@ -315,7 +320,8 @@ def _check_arrays(
             raise ValueError(f"{name} is not bytes ({data.ndim} dimensions of {data.dtype.name})")
     if len(requests) != count:
         raise ValueError(f"{len(requests)} requests, expected {count} as in the plan")
-    offset, size = events["offset"].astype(np.int64), events["size"].astype(np.int64)
+    offset = events["offset"].astype(np.int64)
+    size = events["size"].astype(np.int64)
     inside = (offset >= 0) & (offset <= frames.size) & (size >= 0) & (size <= frames.size - offset)
     if not (inside & (events["request"] >= 0) & (events["request"] < count)).all():
         raise ValueError("events of no request, or beyond the frames")
@@ -326,7 +332,8 @@ def _check_arrays(
 
 def decode_record(timings: Timings, request: int, clock: str) -> Record:
     """Decode one request of a run. clock: "kernel" (the user's stamp where an event has no kernel stamp) or "user"."""
-    row, info = timings.requests[request], timings.plan[request]
+    row = timings.requests[request]
+    info = timings.plan[request]
     indices = timings.rows_of(request)
     unstamped = _unstamped_events(timings, request, indices)
     if unstamped is None:
@@ -334,7 +341,8 @@ def decode_record(timings: Timings, request: int, clock: str) -> Record:
     frames = _frames(timings, indices, clock)
     answer = decode.read_answer(frames) if row["event_stream"] else StreamedAnswer()
     _find_fault(timings, answer, request, b"".join(f.raw for f in frames))
-    started, scheduled = int(row["started_ns"]), int(row["scheduled_ns"])
+    started = int(row["started_ns"])
+    scheduled = int(row["scheduled_ns"])
     if "resent_us" in row.dtype.names and (resent := int(row["resent_us"])):
         answer.warn(
             f"the reused connection had ended: sent again after {resent / 1e3:.1f} ms, which this request's times include"
@@ -347,11 +355,10 @@ def decode_record(timings: Timings, request: int, clock: str) -> Record:
     e2e_ms = (ended - started) / 1e6
     wait_ms = (started - scheduled) / 1e6 if scheduled else None
     first = times.first_content_ms
-    lookup, connect, tls = (
-        int(row["name_lookup_us"]),
-        int(row["connect_us"]),
-        int(row["tls_us"]),
-    )  # from the start
+    # from the start
+    lookup = int(row["name_lookup_us"])
+    connect = int(row["connect_us"])
+    tls = int(row["tls_us"])
     return Record(
         **msgspec.structs.asdict(times),
         tag=info.tag,
@@ -401,7 +408,8 @@ def _content_encoding(headers: Mapping[str, str]) -> str | None:
 
 def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
     """Return (cause, message) of a request that did not complete at the HTTP level, or None."""
-    row, info = timings.requests[request], timings.plan[request]
+    row = timings.requests[request]
+    info = timings.plan[request]
     start = int(row["error_offset"])
     text = (
         timings.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
@@ -443,7 +451,8 @@ def _frames(timings: Timings, indices: np.ndarray, clock: str) -> list[Frame]:
 def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: bytes) -> None:
     """Set answer.fault to the request's first fault: in the transport, the status, or the end of the stream."""
     row = timings.requests[request]
-    status, ended = int(row["status"]), answer.done_ns is not None
+    status = int(row["status"])
+    ended = answer.done_ns is not None
     fault = transport_fault(timings, request)
     if fault and ended and fault[0] in ("truncated", "reset"):
         answer.warn(f"the connection ended badly after [DONE]: {fault[1]}")

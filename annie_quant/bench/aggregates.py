@@ -120,7 +120,9 @@ def aggregate_records(
     pair_sides(served, roles, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
     pairs = list(itertools.combinations(served, 2))
-    comparisons = [row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)]
+    comparisons: list[documents.Comparison] = []
+    for a, b in pairs:
+        comparisons += _comparisons(fit, a, b, config.seed)
     floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
     stability.set_noise(comparisons, floors)
     drifts = stability.find_drifts(fit, list(served), config.seed)
@@ -215,10 +217,15 @@ def _speed_gates(
         median = summary(values_by_prompt(single, metric), seed)
         if median:
             low, high = (median.p50 if end is None else end for end in (median.low, median.high))
-            passes, fails = (
-                (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
-            )
-            verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
+            if gate == "ttft":
+                passes = high <= limit
+                fails = low > limit
+            else:
+                passes = low >= limit
+                fails = high < limit
+            verdict: documents.Outcome = "undecided"
+            if passes or fails:
+                verdict = "pass" if passes else "fail"
             interval = {"low": median.low, "high": median.high}
             gates[gate] = documents.SpeedGate(
                 metric=metric,

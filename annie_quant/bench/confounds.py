@@ -31,8 +31,8 @@ BUSY_LOAD = 2.0  # per core; two servers and a client alone make about one
 CLOCK_FACTOR = 1.1
 CLOCK_MS = 0.2
 OPENING_WORDS = 3
-LEAST_ANSWERS = 10
-LEAST_EQUAL_SHARE = 0.2
+MIN_COMPARED_ANSWERS = 10
+MIN_EQUAL_SHARE = 0.2
 RARE = 0.05  # share of answers
 MIN_CUT_SHARE = 0.5  # of a side's answers, from which its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
@@ -52,7 +52,9 @@ def find_confounds(
     good = {
         name: [r for r in measured if r.backend == name and not r.answer.error] for name in names
     }
-    findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
+    findings: list[Confound] = []
+    for a, b in itertools.combinations(identities.values(), 2):
+        findings += _pair(a, b)
     findings += [*_prompt_tokens(names, measured), *_estimates(measured), *_smoke(records)]
     findings += [
         *_different_answers(names, measured, config),
@@ -161,19 +163,23 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
     for a, b in itertools.permutations(names, 2):
         shared = sorted(answers[a].keys() & answers[b].keys())
         unlabelled = [key for key in shared if not has_label(answers[b][key].judgement.checks)]
-        ours, theirs = ([answers[side][key].answer for key in unlabelled] for side in (a, b))
-        constant = constant_answer(ours, theirs)
+        constant = constant_answer(
+            [answers[a][key].answer for key in unlabelled],
+            [answers[b][key].answer for key in unlabelled],
+        )
         if constant:
             yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
         both = answers[a].keys() & answers[b].keys()
-        pairs = ([answers[side][key].answer.text.split() for side in (a, b)] for key in both)
-        in_words = [pair for pair in pairs if all(pair)]
-        equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in in_words)
-        if len(in_words) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(in_words):
-            yield finding(
-                "different_answers", a, b, equal=equal, n=len(in_words), words=OPENING_WORDS
-            )
+        n = equal = 0
+        for key in both:
+            ours = answers[a][key].answer.text.split()
+            theirs = answers[b][key].answer.text.split()
+            if ours and theirs:
+                n += 1
+                equal += ours[:OPENING_WORDS] == theirs[:OPENING_WORDS]
+        if n >= MIN_COMPARED_ANSWERS and equal < MIN_EQUAL_SHARE * n:
+            yield finding("different_answers", a, b, equal=equal, n=n, words=OPENING_WORDS)
 
 
 # ---- the whole run
@@ -205,10 +211,9 @@ def _priority(names: Sequence[str], records: Records) -> Findings:
 
 
 def _estimates(records: Records) -> Findings:
-    if names := sorted(
-        {r.backend for r in records if r.answer.tokens_estimated and not r.answer.error}
-    ):
-        yield finding("tokens_estimated", *names)
+    names = {r.backend for r in records if r.answer.tokens_estimated and not r.answer.error}
+    if names:
+        yield finding("tokens_estimated", *sorted(names))
 
 
 def _smoke(records: Records) -> Findings:

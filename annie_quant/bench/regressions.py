@@ -92,33 +92,29 @@ def regression(
     read = (
         [*read_records(folder / "records.jsonl"), *read_unanswered(folder)] for folder in folders
     )
-    measured = [[r for r in side if not r.warmup] for side in read]
+    measured = [_without_warmups(side) for side in read]
     measured, left_out = _same_prompts(folders, measured)
-    by_side = [
-        {n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}}
-        for side in measured
-    ]
+    by_side = [_by_backend(side) for side in measured]
     shared = [name for name in by_side[0] if name in by_side[1]]
-    if not {(r.backend, r.prompt) for r in measured[0]} & {
-        (r.backend, r.prompt) for r in measured[1]
-    }:
+    stored, new = (_prompts(side) for side in measured)
+    if not stored & new:
         problem = f"; {len(left_out)} ids have another content" if left_out else ""
         raise UsageError(
             f"{before} and {after} share no backend, workload and prompt{problem}",
             "run with the same backends and workloads",
         )
     records = [timed(side) for side in measured]
-    silent = [{n for n in shared if all(r.answer.error for r in side[n])} for side in by_side]
-    rows = [row for backend in shared for row in _changes(records, backend)]
+    silent = [_silent(side, shared) for side in by_side]
+    rows: list[MetricChange] = []
+    for backend in shared:
+        rows += _changes(records, backend)
     adjust(rows)
     significant = [row for row in rows if row.significant and abs(row.change) > least_loss]
     signs = {"lower": -1, "higher": 1, "neither": 0}
     gains = [row.change * signs[METRICS[row.metric].better] for row in significant]
-    checks = [
-        {name: deciding_by_prompt(side[name], names) for name in shared}
-        for side, names in zip(by_side, greedy, strict=True)
-    ]
-    gates_lost, standing = _gates_lost(*checks)
+    checks_before = {name: deciding_by_prompt(by_side[0][name], greedy[0]) for name in shared}
+    checks_after = {name: deciding_by_prompt(by_side[1][name], greedy[1]) for name in shared}
+    gates_lost, standing = _gates_lost(checks_before, checks_after)
     result = Regression(
         worse=[row for row, gain in zip(significant, gains, strict=True) if gain < 0],
         better=[row for row, gain in zip(significant, gains, strict=True) if gain > 0],
@@ -134,27 +130,54 @@ def regression(
     return result
 
 
+def _without_warmups(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    return [r for r in records if not r.warmup]
+
+
+def _by_backend(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    """Return the records of each backend, in the order of their first record."""
+    by_backend: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        by_backend.setdefault(record.backend, []).append(record)
+    return by_backend
+
+
+def _prompts(records: Sequence[RequestRecord]) -> set[tuple[str, tuple[str, str, int]]]:
+    return {(r.backend, r.prompt) for r in records}
+
+
+def _silent(side: Mapping[str, Sequence[RequestRecord]], names: Sequence[str]) -> set[str]:
+    """Return the backends of which no request has an answer."""
+    return {name for name in names if all(r.answer.error for r in side[name])}
+
+
 def _same_prompts(
     folders: Sequence[Path], measured: Sequence[list[RequestRecord]]
 ) -> tuple[list[list[RequestRecord]], list[str]]:
     """Return (each run's records of prompts with the same content in both, the prompts that are left out)."""
     before, after = _contents(folders, measured)
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-    same = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
-    if not all(
-        r.prompt_sha256 for side in same for r in side
-    ):  # a run of version 0.2.0 or older: its ids are compared
-        for record in itertools.chain(*same):
+    same = [_unchanged(side, changed) for side in measured]
+    records = list(itertools.chain(*same))
+    if not all(r.prompt_sha256 for r in records):
+        # A run of version 0.2.0 or older: its ids are compared.
+        for record in records:
             record.prompt_sha256 = ""
     return same, sorted(f"{workload}/{case}" for workload, case in changed)
+
+
+def _unchanged(
+    records: Sequence[RequestRecord], changed: set[tuple[str, str]]
+) -> list[RequestRecord]:
+    return [r for r in records if (r.workload, r.case) not in changed]
 
 
 def _contents(
     folders: Sequence[Path], measured: Sequence[Sequence[RequestRecord]]
 ) -> tuple[dict[tuple[str, str], str | bytes], ...]:
     """Return what each run asked by (workload, case): its digests where both runs have them, else the prompts of inputs.json."""
-    if all(r.prompt_sha256 for side in measured for r in side):
-        return tuple({(r.workload, r.case): r.prompt_sha256 for r in side} for side in measured)
+    if all(r.prompt_sha256 for r in itertools.chain(*measured)):
+        return tuple(map(_digests, measured))
     for folder in folders:
         if not (folder / "inputs.json").is_file():
             raise UsageError(
@@ -165,6 +188,10 @@ def _contents(
         documents.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders
     ]
     return tuple(dict(contents(file.workloads)) for file in inputs)
+
+
+def _digests(records: Sequence[RequestRecord]) -> dict[tuple[str, str], str | bytes]:
+    return {(r.workload, r.case): r.prompt_sha256 for r in records}
 
 
 def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[MetricChange]:
@@ -198,12 +225,12 @@ def _gates_lost(
         {name: own for name, (own, _) in pairs.items()},
         {name: together for name, (_, together) in pairs.items()},
     )
-    lost = [
-        LostGate(backend=name, gate=gate, pair=pair)
-        for name, own in gates.items()
-        for gate in decision.member_verdict(own, pooled[name]).loses
-        if (pair := pooled[name] if gate == decision.POOLED else own[gate]) is not None
-    ]
+    lost = []
+    for name, own in gates.items():
+        for gate in decision.member_verdict(own, pooled[name]).loses:
+            pair = pooled[name] if gate == decision.POOLED else own[gate]
+            if pair is not None:
+                lost.append(LostGate(backend=name, gate=gate, pair=pair))
     return lost, decision.verdict_of(gates, pooled).verdict
 
 

@@ -292,7 +292,8 @@ def _divides_a_group(groups: Integers, splits: Integers) -> NDArray[np.bool_]:
     last = np.zeros(groups.max() + 1, dtype=int)
     np.minimum.at(first, groups, index)
     np.maximum.at(last, groups, index)
-    return ((first < splits[:, None]) & (splits[:, None] <= last)).any(axis=1)
+    both_sides = (first < splits[:, None]) & (splits[:, None] <= last)
+    return np.asarray(both_sides.any(axis=1))
 
 
 def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:

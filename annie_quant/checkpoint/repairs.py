@@ -139,8 +139,9 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
     folded = source_checks.plain_differences(model, source).scaled
     for row in audit.tensors:
-        compared = row.rel_l2 is not None and row.name not in faulty
-        if compared and not row.rel_l2 < source_checks.SUSPICIOUS_ERROR:
+        if row.rel_l2 is None or row.name in faulty:
+            continue
+        if not row.rel_l2 < source_checks.SUSPICIOUS_ERROR:
             folded.add(models.layer_of(row.name))
     folded &= set(map(models.layer_of, faulty | patched))
     fold_faults = {f.tensor for f in audit.findings if f.code.startswith("fold_")}
@@ -581,7 +582,8 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
     config, actions = with_lost_settings(source, folder.config, is_multimodal(folder))
     if model.dialect is compressed_tensors and folder.quantization:
         ignore = [e for e in folder.quantization.get("ignore") or [] if isinstance(e, str)]
-        modules = {excluded_module(source, name) for name in lost} - {None}
+        found = {excluded_module(source, name) for name in lost}
+        modules = {module for module in found if module is not None}
         added = [m for m in sorted(modules) if not covering_pattern(m, ignore)]
         config["quantization_config"] = folder.quantization | {"ignore": [*ignore, *added]}
         if added:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import cyclopts
@@ -66,7 +67,7 @@ def root(
 
 
 # In the order in which they are used.
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "demo": quantize.demo,
     "record": data.record_command,
     "init": data.init,
@@ -87,7 +88,7 @@ COMMANDS = {
     "explain": report.explain,
 }
 for position, (name, function) in enumerate(COMMANDS.items()):
-    app.command(function, name=name, sort_key=position)
+    app.command(function, name=name, alias=None, sort_key=position)
 
 
 def main() -> None:

@@ -338,7 +338,7 @@ def ragged_layers(
         for layer, (rule, recurrent, conv, step) in zip(layers, before, strict=True):
             own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
             decoding = None
-            conv = conv or causal_conv
+            conv = causal_conv if conv is None else conv
             step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
             if recurrent.__name__ == "torch_recurrent_gated_delta_rule":
                 layer.recurrent_gated_delta_rule = gated_delta_step

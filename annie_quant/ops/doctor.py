@@ -200,11 +200,12 @@ def check_modules(probe: Probe) -> list[CheckResult]:
     """Check the three C modules. Without _gemm only the GPU kernels are missing."""
     findings = []
     for name, build in BUILDS.items():
-        level = "note" if name == "_gemm" else "fault"
         if probe.installed(f"annie_quant.{name}"):
             findings.append(ok(name, "built"))
+        elif name == "_gemm":
+            findings.append(note(name, "not built", build.without, build.fix))
         else:
-            findings.append(CheckResult(level, name, "not built", build.without, build.fix))
+            findings.append(fault(name, "not built", build.without, build.fix))
     return findings
 
 

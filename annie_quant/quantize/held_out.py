@@ -161,6 +161,12 @@ class HeldOutLook:
         return len(self.methods) > 1 and self.methods[1].used
 
 
+def divergences(answers: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the figures of Ingredient, from those of each held-out answer [answers, 4]."""
+    kl, decisions, kl_w4a16, decisions_w4a16 = answers.sum(0).tolist()
+    return kl, decisions, kl_w4a16, decisions_w4a16
+
+
 def compare_with_plain(
     trials: FormatTrials,
     formats: Mapping[str, Format],
@@ -172,8 +178,8 @@ def compare_with_plain(
     plain = trials.served_and_unrounded("plain rounding", trials.plain_plan_of(formats))
     change, noise = sum_and_standard_error((plain - gptq).sum(1).tolist())
     methods = [
-        Ingredient("GPTQ", True, *gptq.sum(0).tolist(), change=0.0, noise=0.0),
-        Ingredient("plain rounding", change < -noise, *plain.sum(0).tolist(), change, noise),
+        Ingredient("GPTQ", True, *divergences(gptq), change=0.0, noise=0.0),
+        Ingredient("plain rounding", change < -noise, *divergences(plain), change, noise),
     ]
     progress.message(
         f"held-out divergence of plain rounding minus that of GPTQ: {change:+.2g}, noise {noise:.2g}; "

@@ -224,8 +224,11 @@ class Strategy:
     def settings(self, values: Mapping[str, object]) -> StrategyOptions:
         """Return the options with the given values, which may be text. Raises UsageError for what they do not take."""
         descriptions = {}
-        for setting in msgspec.inspect.type_info(self.options).fields:
-            text = (setting.type.extra_json_schema or {}).get("description", "")
+        described = msgspec.inspect.type_info(self.options)
+        assert isinstance(described, msgspec.inspect.StructType)
+        for setting in described.fields:
+            extra = getattr(setting.type, "extra_json_schema", None) or {}
+            text = extra.get("description", "")
             descriptions[setting.name] = f"{text} (default {setting.default})"
         for name, value in values.items():
             if name not in descriptions:

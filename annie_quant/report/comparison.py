@@ -356,7 +356,8 @@ def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     """Return a side's gates as one step that names the failing ones, else the undecided ones."""
     gates = side.deciding
     results = {result.verdict for result in gates.values()}
-    verdict = next((v for v in ("fail", "undecided", "pass") if v in results), "undecided")
+    worst_first: tuple[Outcome, ...] = ("fail", "undecided", "pass")
+    verdict = next((outcome for outcome in worst_first if outcome in results), "undecided")
     passed = sum(r.verdict == "pass" for r in gates.values())
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = f"gates under {side.title}"

@@ -9,10 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from annie_quant.documents import Outcome, Standing
+
 DASH = "—"
 SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?", "keeps": "✓", "loses": "✗", "fragile": "✗"}
 # Classes of the page's style sheet.
-CSS = {"keeps": "pass", "loses": "fail", "fragile": "fail", "undecided": "undecided"}
+CSS: dict[Standing, Outcome] = {
+    "keeps": "pass",
+    "loses": "fail",
+    "fragile": "fail",
+    "undecided": "undecided",
+}
 
 
 def significant(value: float | None) -> str:

@@ -103,8 +103,8 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
     Layers of one kind must have the same modules.
     """
     count = folder.text_config.get("num_hidden_layers")
-    is_count = type(count) is int and count > 0
-    if count is not None and not is_count:
+    n_layers = count if type(count) is int and count > 0 else 0
+    if count is not None and not n_layers:
         problem = f"num_hidden_layers is {str(count)[:40]!r}, expected a positive number"
         yield fault("config_unreadable", "config.json", problem)
     prefix = next((n.rpartition(".")[0] for n in map(models.layer_of, folder) if n), "")
@@ -112,8 +112,8 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
     def lost(number: int, problem: str) -> Finding:
         return fault("decoder_incomplete", f"{prefix}.{number}", problem)
 
-    if layers and is_count and count < MAX_LAYERS:
-        expected = set(range(count))
+    if layers and 0 < n_layers < MAX_LAYERS:
+        expected = set(range(n_layers))
         missing = sorted(expected - layers.keys())
         extra = sorted(layers.keys() - expected)
         if missing:

@@ -55,12 +55,18 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
         dtype = folder.info(name).dtype
         if suffix != "weight" or dtype not in ("U8", "F8_E4M3"):
             continue
-        ends = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-        scales = [existing(folder, f"{module}.{end}") for end in ends]
-        if dtype == "F8_E4M3":
-            quantized[module] = Linear(module, "fp8", name, *scales)
-        elif scales[0]:
-            quantized[module] = Linear(module, "nvfp4", name, *scales)
+        block_scale = existing(folder, f"{module}.weight_scale")
+        if dtype == "U8" and not block_scale:
+            continue
+        quantized[module] = Linear(
+            module,
+            "fp8" if dtype == "F8_E4M3" else "nvfp4",
+            name,
+            block_scale,
+            existing(folder, f"{module}.weight_scale_2"),
+            existing(folder, f"{module}.input_scale"),
+            existing(folder, f"{module}.pre_quant_scale"),
+        )
     return quantized
 
 
@@ -176,7 +182,7 @@ def settings(
     companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or not all(kind.in_four_bits for kind in kinds):
         algo = MIXED
-        layers = {}
+        layers: dict[str, JsonObject] = {}
         for module in sorted(formats):
             layers[module] = {"quant_algo": formats[module].modelopt}
             if formats[module].in_four_bits:

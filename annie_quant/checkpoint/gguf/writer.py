@@ -154,8 +154,8 @@ class GgufPlan:
         What is left out or becomes numbers is added to the plan's lists.
         """
         experts = self.layout.family.experts
-        of_experts = []
-        others = []
+        of_experts: list[str] = []
+        others: list[str] = []
         for name in self.model.weights:
             (of_experts if experts and experts.split(name) else others).append(name)
         for stored, stack in expert_stacks(self.model.folder, self.layout, of_experts).items():

@@ -49,6 +49,7 @@ lint-python:
 	$(BIN)/mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/check_style.py
 	$(BIN)/codespell $$(git ls-files)
 
 lint-native:

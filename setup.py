@@ -186,7 +186,8 @@ class Build(build_ext):
     def cuda_objects(self, ext: Extension) -> list[str]:
         """Compile the .cu files that are newer than their objects for these targets, and return all objects."""
         newest_header = max(Path(f).stat().st_mtime for f in ext.depends)
-        objects, commands = [], []
+        objects = []
+        commands = []
         for source in (s for s in ext.sources if s.endswith(".cu")):
             obj = Path(self.build_temp, "-".join(["cuda", *ARCHS]), f"{source}.o")
             objects.append(str(obj))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import annie_quant as aq
 
-source, output = Path(sys.argv[1]), Path(sys.argv[2])
+source = Path(sys.argv[1])
+output = Path(sys.argv[2])
 result = aq.quantize.run("direct", source, output / "nvfp4", scale="sweep")
 print(f"NVFP4: {result.size_bytes / 1e6:.1f} of {result.source_bytes / 1e6:.1f} MB")
 assert aq.checkpoint.audit(output / "nvfp4", source=source).ok

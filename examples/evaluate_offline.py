@@ -4,7 +4,9 @@ import sys
 
 import annie_quant as aq
 
-model, reference, n = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 100
+model = sys.argv[1]
+reference = sys.argv[2]
+n = int(sys.argv[3]) if len(sys.argv) > 3 else 100
 workloads = aq.judge.sample(aq.judge.load_workloads(["factual", "tool_memory"]), n)
 result = aq.runtime.evaluate(model, reference, workloads)
 

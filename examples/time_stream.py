@@ -4,7 +4,8 @@ import sys
 
 import annie_quant as aq
 
-url, model = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+url = sys.argv[1]
+model = sys.argv[2] if len(sys.argv) > 2 else None
 questions = ["Hello!", "What is the capital of Japan?", "How was your day?"]
 messages = [[{"role": "user", "content": q}] for q in questions]
 requests = [aq.stream.chat(url, model, m, tag=m[0]["content"], max_tokens=64) for m in messages]

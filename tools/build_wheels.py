@@ -148,7 +148,8 @@ def python_headers(machine: str, version: str, folder: Path | None) -> list[Path
 
 def debian_headers(machine: str, version: str) -> Path:
     """Download Debian's package of Python's headers for this machine with apt, whose state is kept under build/, and unpack it."""
-    package, root = f"libpython{version}-dev", WORK / f"debian-{machine}-{version}"
+    package = f"libpython{version}-dev"
+    root = WORK / f"debian-{machine}-{version}"
     if not (root / f"usr/include/python{version}/Python.h").exists():
         for folder in ("lists/partial", "cache/archives/partial"):
             (root / folder).mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,8 @@ def compiled_wheel(
     tools: Path, source: Path, machine: str, version: str, curl: Path, headers: list[Path]
 ) -> Path:
     """Return a wheel with this machine's modules and without their libraries."""
-    short, raw = version.replace(".", ""), WORK / "raw" / f"{machine}-{version}"
+    short = version.replace(".", "")
+    raw = WORK / "raw" / f"{machine}-{version}"
     for folder in (raw, source / "build"):
         shutil.rmtree(folder, ignore_errors=True)
     run(

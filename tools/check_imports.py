@@ -9,6 +9,7 @@ Prints one line per violation (file:line: what is wrong) and exits with 1 if the
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,9 +64,8 @@ def modules(package: Path) -> dict[str, Path]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
     """Return the imports of one module: of this package's modules (`known`), and of other libraries by their first name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    ignored = {
-        id(node) for test in ast.walk(tree) if _is_type_checking(test) for node in ast.walk(test)
-    }
+    blocks = [node for node in ast.walk(tree) if _is_type_checking(node)]
+    ignored = set(map(id, itertools.chain.from_iterable(map(ast.walk, blocks))))
     for node in ast.walk(tree):
         if id(node) in ignored:
             continue
@@ -116,7 +116,8 @@ def _is_type_checking(node: ast.AST) -> bool:
 def layer_violations(statements: list[Import]) -> Iterator[tuple[Import, str]]:
     level = {part: number for number, layer in enumerate(LAYERS) for part in layer}
     for item in statements:
-        importer, imported = item.importer.partition(".")[0], item.imported.partition(".")[0]
+        importer = item.importer.partition(".")[0]
+        imported = item.imported.partition(".")[0]
         if not importer or not imported:
             continue  # annie_quant/__init__.py, which imports everything lazily, or its __version__
         if imported.endswith(":"):

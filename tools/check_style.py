@@ -38,7 +38,8 @@ def assigns_several(node: ast.AST) -> bool:
     targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
     if not targets or any(isinstance(value, ast.Starred) for value in node.value.elts):
         return False
-    assigned = {ast.unparse(element) for target in targets for element in target.elts}
+    elements = [element for target in targets for element in target.elts]
+    assigned = set(map(ast.unparse, elements))
     used = {ast.unparse(child) for child in ast.walk(node.value) if isinstance(child, ast.expr)}
     return not assigned & used
 
@@ -62,8 +63,7 @@ def loops_twice(node: ast.AST) -> bool:
 def chains_conditionals(node: ast.AST) -> bool:
     if not isinstance(node, ast.IfExp):
         return False
-    parts = (node.test, node.body, node.orelse)
-    return any(isinstance(child, ast.IfExp) for part in parts for child in ast.walk(part))
+    return any(isinstance(child, ast.IfExp) for child in ast.walk(node) if child is not node)
 
 
 def first_evaluated(test: ast.expr) -> ast.expr:

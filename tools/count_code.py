@@ -47,11 +47,8 @@ def has_any(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     a = function.args
     arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
     stated = filter(None, [*(x.annotation for x in arguments), function.returns])
-    return any(
-        isinstance(n, ast.Name) and n.id == "Any"
-        for annotation in stated
-        for n in ast.walk(annotation)
-    )
+    nodes = [node for annotation in stated for node in ast.walk(annotation)]
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
 
 
 def public_names(tree: ast.Module) -> set[str]:

@@ -28,7 +28,8 @@ ROWS = (
     "sensitivity 5.5 bits,sensitivity 5 bits,sensitivity at B's size"
 )
 STEPS = ("data", "search", "strategies", "picture")
-BEGIN, END = "<!-- begin: {name}, tools/make_measured.py -->", "<!-- end: {name} -->"
+BEGIN = "<!-- begin: {name}, tools/make_measured.py -->"
+END = "<!-- end: {name} -->"
 
 
 def main() -> None:
@@ -126,7 +127,8 @@ def body(page: Path) -> str:
 
 def replace(page: Path, name: str, text: str) -> None:
     """Replace the generated part of a page. Raises ValueError where the page has no such part."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
+    begin = BEGIN.format(name=name)
+    end = END.format(name=name)
     old = page.read_text(encoding="utf-8")
     if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
         raise ValueError(f"{page}: expected one part between {begin} and {end}")

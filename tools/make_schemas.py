@@ -32,12 +32,12 @@ def default(field: msgspec.structs.FieldInfo) -> object:
 def record_line() -> type[msgspec.Struct]:
     """Return the type of a line of records.jsonl: the fields of a record and of its groups next to each other."""
     kinds = [documents.RequestRecord, *RECORD_GROUPS.values()]
-    fields = [
-        (field.name, field.type) if field.required else (field.name, field.type, default(field))
-        for kind in kinds
-        for field in msgspec.structs.fields(kind)
-        if field.name not in RECORD_GROUPS
-    ]
+    found = [field for kind in kinds for field in msgspec.structs.fields(kind)]
+    fields: list[tuple] = []
+    for field in found:
+        if field.name not in RECORD_GROUPS:
+            end = () if field.required else (default(field),)
+            fields.append((field.name, field.type, *end))
     namespace = {
         "__doc__": "One line of records.jsonl: one request of a benchmark, its answer and what the gates found."
     }

@@ -30,10 +30,8 @@ PARTS = {
 
 def main(wheel: Path, output: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        subject, tool = (
-            environment(folder, "subject", str(wheel)),
-            environment(folder, "tool", TOOL),
-        )
+        subject = environment(folder, "subject", str(wheel))
+        tool = environment(folder, "tool", TOOL)
         listed = [
             tool,
             "-m",

@@ -118,18 +118,22 @@ def aggregate_records(
             memory_growth=growths.get(name),
         )
     pair_sides(served, roles, measured, config.greedy, reference)
-    turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
+    fit_by_backend = documents.by_backend(fit, served)
+    turns = {name: _turns(rows, config.seed) for name, rows in fit_by_backend.items()}
     pairs = list(itertools.combinations(served, 2))
     comparisons: list[documents.Comparison] = []
     for a, b in pairs:
         comparisons += _comparisons(fit, a, b, config.seed)
-    floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
+    floors = {name: _floors(rows, config.seed) for name, rows in fit_by_backend.items()}
     stability.set_noise(comparisons, floors)
     drifts = stability.find_drifts(fit, list(served), config.seed)
     depths = stability.compare_depths(fit, list(served), config.seed)
     findings = find_confounds(identities, records, config, ended or documents.Ended())
     findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
     by_axis = measured_ladders(measured)
+    ladders: dict[str, list[documents.Ladder]] = {}
+    for ladder in by_axis:
+        ladders.setdefault(ladder.backend, []).append(ladder.ladder)
     findings += [*cliff_findings(by_axis), *machine.findings(state, len(measured), list(served))]
     return documents.Aggregates(
         roles=roles,
@@ -139,7 +143,7 @@ def aggregate_records(
         drift=drifts,
         turns=turns,
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
-        ladders={m.backend: [n.ladder for n in by_axis if n.backend == m.backend] for m in by_axis},
+        ladders=ladders,
         machine=state,
         confounds=findings,
     )
@@ -174,11 +178,8 @@ def pair_sides(
     if recorded and roles.reference is None:
         references = dict.fromkeys(served, RECORDED)
     needed = {*references, *references.values()} if any(references.values()) else set()
-    rows = {
-        name: deciding_by_prompt([r for r in measured if r.backend == name], greedy)
-        for name in needed
-        if name
-    }
+    sides = documents.by_backend(measured, filter(None, needed))
+    rows = {name: deciding_by_prompt(own, greedy) for name, own in sides.items()}
     rows[RECORDED] = deciding_by_prompt(recorded, greedy)
     for name, reference in references.items():
         if reference is None:
@@ -302,14 +303,14 @@ def _comparisons(
     records: Sequence[documents.RequestRecord], a: str, b: str, seed: int
 ) -> list[documents.Comparison]:
     """Compare all metrics of each workload that both backends have, and of all workloads together."""
-    left, right = (labelled(r for r in records if r.backend == name) for name in (a, b))
+    sides = documents.by_backend(records, (a, b))
+    left = labelled(sides[a])
+    right = labelled(sides[b])
     groups = [(label, left[label], right[label]) for label in left if label in right]
     if len(groups) > 1:
-        pooled = [
-            [r for label, *_ in groups for r in side[label] if r.load.alone]
-            for side in (left, right)
-        ]
-        groups.append(("all", pooled[0], pooled[1]))
+        ours = [r for label, *_ in groups for r in left[label] if r.load.alone]
+        theirs = [r for label, *_ in groups for r in right[label] if r.load.alone]
+        groups.append(("all", ours, theirs))
     rows = []
     for label, ours, theirs in groups:
         for metric in COMPARED:

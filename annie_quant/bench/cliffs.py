@@ -67,23 +67,21 @@ def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
 def _measured(
     backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequence[bool]]]
 ) -> MeasuredLadder:
-    right = {
-        level: {case: all(repeats) for case, repeats in cases.items()}
-        for level, cases in levels.items()
-    }
+    right: dict[int, dict[str, bool]] = {}
     points = []
+    n_repeats = []
     for level, cases in levels.items():
+        right[level] = {case: all(answers) for case, answers in cases.items()}
         passes = sum(right[level].values())
         n = len(cases)
         low, high = wilson(passes, n)
-        rate = statistics.fmean(answer for repeats in cases.values() for answer in repeats)
+        answers = [answer for repeats in cases.values() for answer in repeats]
+        rate = statistics.fmean(answers)
         points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=rate))
-    repeats = min(len(repeats) for cases in levels.values() for repeats in cases.values())
-    return MeasuredLadder(
-        backend,
-        Ladder(axis=axis, repeats=repeats, points=points, cliff=find_cliff(points, right)),
-        right,
-    )
+        n_repeats += map(len, cases.values())
+    cliff = find_cliff(points, right)
+    ladder = Ladder(axis=axis, repeats=min(n_repeats), points=points, cliff=cliff)
+    return MeasuredLadder(backend, ladder, right)
 
 
 def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
@@ -117,9 +115,10 @@ def _log_likelihood(points: Sequence[LadderPoint], at: int) -> float | None:
 def _fall_p(right: Right) -> float:
     """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
     cases = set.intersection(*(set(cases) for cases in right.values()))
-    table = np.array(
-        [[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64
-    )
+    columns = []
+    for answers in right.values():
+        columns.append([answers[case] for case in sorted(cases)])
+    table = np.array(columns, dtype=np.float64).T
     if len(table) < LEAST_PROMPTS:
         return 1.0
     rng = np.random.default_rng(0)
@@ -163,9 +162,8 @@ def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
             )
     for (a, b, levels, _), p in zip(tests, holm([p for *_, p in tests]), strict=True):
         if p is not None and p < LEVEL:
-            x, y = (
-                _counts([p for p in side.ladder.points if p.level in levels]) for side in (a, b)
-            )
+            x = _counts([point for point in a.ladder.points if point.level in levels])
+            y = _counts([point for point in b.ladder.points if point.level in levels])
             at = UNITS[a.ladder.axis].format(f"{levels[0]:,}")
             findings.append(
                 finding("earlier_cliff", a.backend, other=b.backend, at=at, x=x, y=y, p=p)

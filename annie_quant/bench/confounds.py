@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from annie_quant.bench.findings import finding
 from annie_quant.bench.stability import measured_values
-from annie_quant.documents import Answer, BenchConfig, Confound, Ended, Identity, RequestRecord
+from annie_quant.documents import (
+    Answer,
+    BenchConfig,
+    Confound,
+    Ended,
+    Identity,
+    RequestRecord,
+    by_backend,
+)
 from annie_quant.documents.results import Severity
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.checks.calls import has_call_markup
@@ -49,9 +57,7 @@ def find_confounds(
     """Return all findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
     names = list(identities)
-    good = {
-        name: [r for r in measured if r.backend == name and not r.answer.error] for name in names
-    }
+    good = by_backend((r for r in measured if not r.answer.error), names)
     findings: list[Confound] = []
     for a, b in itertools.combinations(identities.values(), 2):
         findings += _pair(a, b)
@@ -503,23 +509,17 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     """Name the workloads whose acceptance is below that of the side's others: Mann-Whitney over prompts, Holm over workloads."""
     from scipy.stats import mannwhitneyu
 
-    by_prompt = {w: measured_values(own, "acceptance") for w, own in _by_workload(rows).items()}
-    groups = {
-        w: [statistics.fmean(values) for values in prompts.values()]
-        for w, prompts in by_prompt.items()
-    }
-    groups = {
-        workload: values for workload, values in groups.items() if len(values) >= LEAST_PROMPTS
-    }
+    groups: dict[str, list[float]] = {}
+    for workload, own in _by_workload(rows).items():
+        prompts = measured_values(own, "acceptance")
+        if len(prompts) >= LEAST_PROMPTS:
+            groups[workload] = [statistics.fmean(values) for values in prompts.values()]
     if len(groups) < 2:
         return
-    others = {
-        w: [value for other, values in groups.items() if other != w for value in values]
-        for w in groups
-    }
-    p_values = [
-        float(mannwhitneyu(groups[w], others[w], alternative="less").pvalue) for w in groups
-    ]
+    p_values = []
+    for workload, values in groups.items():
+        others = [x for other, rest in groups.items() if other != workload for x in rest]
+        p_values.append(float(mannwhitneyu(values, others, alternative="less").pvalue))
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
             own = groups[workload]

@@ -99,6 +99,7 @@ def original_plan(bench: Bench, records: Records) -> JsonObject:
     config = bench.config
     served = bench.aggregates.served
     confounds = [c.message for c in bench.aggregates.confounds if c.severity == "confound"]
+    sides = documents.by_backend(records, bench.backends)
     return {
         "benchmark": "nvfp4_vs_q4km",
         "date": bench.environment.time,
@@ -116,10 +117,7 @@ def original_plan(bench: Bench, records: Records) -> JsonObject:
             name: {"url": side.url, "model": side.model, "runtime": side.runtime}
             for name, side in bench.backends.items()
         },
-        "results": {
-            name: _original_tests([r for r in records if r.backend == name])
-            for name in bench.backends
-        },
+        "results": {name: _original_tests(rows) for name, rows in sides.items()},
         "quality_gates": {name: _original_gates(side) for name, side in served.items()},
         "verdict": bench.verdict.sentence,
     }

@@ -87,8 +87,11 @@ class PeakMemory:
 def highest(*samples: MemoryFigures) -> MemoryFigures:
     """Return each figure's largest value; None where no sample has it."""
     names = MemoryFigures.__struct_fields__
-    values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
-    return MemoryFigures(**{name: max(sizes, default=None) for name, sizes in values.items()})
+    largest = {}
+    for name in names:
+        sizes = [getattr(sample, name) for sample in samples]
+        largest[name] = max((size for size in sizes if size is not None), default=None)
+    return MemoryFigures(**largest)
 
 
 _gpu_bytes: dict[int, int] = {}

@@ -36,6 +36,7 @@ from annie_quant.documents import (
     RequestLoad,
     RequestRecord,
     Roles,
+    by_backend,
 )
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
@@ -385,12 +386,11 @@ def compared_times(
     records: Sequence[RequestRecord], backends: Sequence[str], confidence: float = 0.95
 ) -> Iterator[tuple[str, str, str, PairedResult]]:
     """Yield (a, b, metric, result) of each compared time that both backends have, one request in flight."""
-    fit = [r for r in timed(records) if r.load.alone]
+    fit = by_backend((r for r in timed(records) if r.load.alone), backends)
     for a, b in itertools.combinations(backends, 2):
         for metric in METRICS:
-            x, y = (
-                values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b)
-            )
+            x = values_by_prompt(fit[a], metric)
+            y = values_by_prompt(fit[b], metric)
             if x and y:
                 yield a, b, metric, compare(x, y, confidence=confidence)
 
@@ -403,11 +403,12 @@ def paired_gates(
 ) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
     """Yield each backend that has a reference, with its judged gates that decide."""
     roles = roles or decision.assign(backends, {})
-    own = {name: [r for r in records if r.backend == name] for name in backends}
+    own = by_backend(records, backends)
     for name in backends:
         reference = decision.other_side(roles, name)
         if reference is not None:
-            before, after = (deciding_by_prompt(own[side], greedy) for side in (reference, name))
+            before = deciding_by_prompt(own[reference], greedy)
+            after = deciding_by_prompt(own[name], greedy)
             gates, _ = judged_pairs(before, after, bf16=reference == roles.reference)
             yield name, decision.deciding(gates)
 

@@ -25,6 +25,7 @@ from annie_quant.documents import (
     PooledGates,
     RequestRecord,
     Standing,
+    by_backend,
     read_bench,
 )
 from annie_quant.judge import decision
@@ -195,7 +196,7 @@ def _digests(records: Sequence[RequestRecord]) -> dict[tuple[str, str], str | by
 
 
 def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[MetricChange]:
-    before, after = (labelled(r for r in side if r.backend == backend) for side in records)
+    before, after = (labelled(by_backend(side, [backend])[backend]) for side in records)
     changes = []
     for label in before:
         for metric in COMPARED if label in after else ():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import secrets
 import statistics
@@ -165,15 +166,15 @@ class Session:
                     self.done.pop(i, None)
         return len(again)
 
+    def _is_done(self, visit: planning.Visit) -> bool:
+        ids = [visit.ids(case, repeat) for case, repeat in visit.cases]
+        return self.done.keys() >= set(itertools.chain.from_iterable(ids))
+
     def _pass(self, visits: Sequence[planning.Visit]) -> Ended:
         """Send the visits that are not done."""
         run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
-        left = [
-            v
-            for v in visits
-            if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))
-        ]
+        left = [visit for visit in visits if not self._is_done(visit)]
         looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
         # Only at a planned look, even where a run is resumed: the levels allow for no further look.

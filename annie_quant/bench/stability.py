@@ -145,9 +145,10 @@ def _halves(
 
 def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[NoiseFloor]]) -> None:
     """Set the noise of each comparison from the floors of its two sides, which are independent."""
-    table = {
-        (name, row.workload, row.metric): row.floor for name, rows in noise.items() for row in rows
-    }
+    table: dict[tuple[str, str, str], float] = {}
+    for name, rows in noise.items():
+        for floor in rows:
+            table[name, floor.workload, floor.metric] = floor.floor
     for row in comparisons:
         own = [table.get((name, row.workload, row.metric)) for name in (row.a, row.b)]
         known = [floor for floor in own if floor is not None]
@@ -292,8 +293,8 @@ def _divides_a_group(groups: Integers, splits: Integers) -> NDArray[np.bool_]:
     last = np.zeros(groups.max() + 1, dtype=int)
     np.minimum.at(first, groups, index)
     np.maximum.at(last, groups, index)
-    both_sides = (first < splits[:, None]) & (splits[:, None] <= last)
-    return np.asarray(both_sides.any(axis=1))
+    both_sides: NDArray[np.bool_] = (first < splits[:, None]) & (splits[:, None] <= last)
+    return np.any(both_sides, axis=1)
 
 
 def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:

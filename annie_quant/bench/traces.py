@@ -201,7 +201,8 @@ def _recorded_lengths(path: Path) -> Iterator[tuple[float, int, int]]:
     if not otel.is_export(first):
         return
     exports = [first, *documents]
-    if any("messages" in record for export in exports for record in otel.records(export)):
+    records = itertools.chain.from_iterable(map(otel.records, exports))
+    if any("messages" in record for record in records):
         return
     for time_s, prompt, answer in itertools.chain.from_iterable(map(otel.lengths, exports)):
         if prompt <= MAX_PROMPT_TOKENS and answer <= MAX_ANSWER_TOKENS:

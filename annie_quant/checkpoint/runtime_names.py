@@ -190,7 +190,7 @@ def config_in_form(
         inner = {field: value for field, value in config.items() if field not in (*OUTER, *new)}
         config = outer | {"text_config": inner | {"model_type": forms[0].model_type}}
         actions.append("config.json: text settings moved into text_config")
-    elif not multimodal and has_inner:
+    elif not multimodal and isinstance(inner, dict):
         outer.pop("vision_config", None)
         config = outer | inner
         actions.append("config.json: text_config's settings moved to the top")

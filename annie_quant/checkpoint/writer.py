@@ -131,7 +131,7 @@ def write(
     for shard in missing:
         write_shard(folder, shard, done)
     if len(shards) > 1:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for shard in shards:
             weight_map |= dict.fromkeys((t.name for t in shard.items), shard.name)
         metadata = {"total_size": sum(t.size_bytes for t in plan)}

@@ -168,8 +168,8 @@ def conversation_of(record: object) -> Conversation:
     answer = _answer(record)
     if answer is not None and (not messages or messages[-1]["role"] != "assistant"):
         messages += parsed_message(answer)
-    fields = (request.get("tools"), record.get("tools"))
-    fields += (request.get("functions"), record.get("functions"))
+    fields = [request.get("tools"), record.get("tools")]
+    fields += [request.get("functions"), record.get("functions")]
     system = request.get("system") or record.get("system") or record.get("system_prompt")
     conversation = finished(messages, tools_of(next(filter(None, fields), None)), system)
     conversation.time_s = _time(record)
@@ -238,8 +238,9 @@ def _request(record: Fields, depth: int) -> tuple[Fields, Sequence[object]]:
 def _object_in(record: Fields, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
-    is_object = isinstance(value, str) and value.lstrip().startswith("{")
-    return _json_or_none(value) if is_object else value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return _json_or_none(value)
+    return value
 
 
 def _json_or_none(text: str) -> Any:

@@ -411,8 +411,8 @@ class _LadderCase:
         if self.axis == "steps":
             turns: list[Turn] = [_script(calls, offered)]
             turns += [{"results": [call.as_result()]} for call in calls[:-1]]
-            expect = {"turns": [expected_call(call) for call in calls]}
-            return Case(self.id, turns=tuple(turns), expect=expect, tools=tuple(offered))
+            chain = {"turns": [expected_call(call) for call in calls]}
+            return Case(self.id, turns=tuple(turns), expect=chain, tools=tuple(offered))
         messages: list[ChatMessage] = []
         for number, exchange in enumerate(self.exchanges[:-1]):
             messages += _exchanged(exchange, number, malformed=number >= HISTORY - level)

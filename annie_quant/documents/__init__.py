@@ -104,6 +104,7 @@ from annie_quant.documents.records import (
     RequestTimings,
     RequestTokens,
     ToolCall,
+    by_backend,
     decode_record,
     encode_record,
     incomplete,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -345,3 +345,14 @@ def encode_record(record: RequestRecord) -> bytes:
     for group in groups:
         fields |= msgspec.structs.asdict(group)
     return encode(fields)
+
+
+def by_backend(
+    records: Iterable[RequestRecord], names: Iterable[str]
+) -> dict[str, list[RequestRecord]]:
+    """Return each backend's records, in their order; an empty list for a name without any."""
+    sides: dict[str, list[RequestRecord]] = {name: [] for name in names}
+    for record in records:
+        if record.backend in sides:
+            sides[record.backend].append(record)
+    return sides

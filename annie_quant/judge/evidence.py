@@ -37,7 +37,7 @@ COUNTS = ("passes", "n", "lost", "won", "passed")
 def evidence_sha256(evaluation: Evaluation) -> str:
     """Return the digest of the outcomes, what blocks the verdict, and the hashes of models and prompts."""
     e = evaluation
-    parts = [
+    parts: list[object] = [
         e.version,
         e.reference_sha256,
         e.checkpoint_files,

@@ -139,7 +139,10 @@ def take_rows(
 
 def states_of(layer: LinearAttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states of the convolution and of the recurrence, one row each per row of the batch."""
-    return layer.conv_states[0], layer.recurrent_states[0]
+    convolution = layer.conv_states[0]
+    recurrence = layer.recurrent_states[0]
+    assert convolution is not None and recurrence is not None  # a step was computed
+    return convolution, recurrence
 
 
 def set_states(

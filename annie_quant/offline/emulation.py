@@ -209,13 +209,11 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
                 )
             if isinstance(linear, NVFP4Linear):
                 linear.reorder(permutation, order.parts)
-            elif (
-                permutation is None or id(linear.weight) not in embeddings
-            ):  # a second copy of a tied head may not fit
+            # A second copy of a tied head may not fit.
+            elif permutation is None or id(linear.weight) not in embeddings:
                 weight = linear.weight if permutation is None else linear.weight[:, permutation]
-                linear.forward = partial(
-                    plain_product, weight, linear.bias, permutation, order.parts
-                )  # type: ignore[method-assign]
+                product = partial(plain_product, weight, linear.bias, permutation, order.parts)
+                linear.forward = product  # type: ignore[method-assign]
         yield
     finally:
         for linear in linears:

@@ -247,8 +247,8 @@ class Engine:
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
             while waiting:
                 width = len(inputs[waiting[0]]) - shared
-                columns = MAX_CACHE_COLUMNS // (shared + width)
-                count = max(1, min(self.rows, self.tokens // width, columns))
+                rows_in_cache = MAX_CACHE_COLUMNS // (shared + width)
+                count = max(1, min(self.rows, self.tokens // width, rows_in_cache))
                 batch, waiting = waiting[:count], waiting[count:]
                 if shared and prefix_cache is None:
                     prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])
@@ -287,7 +287,7 @@ class Engine:
             yield
             return
         mlp = getattr(self.model.base_model.layers[-1], "mlp", None)
-        if not hasattr(mlp, "down_proj"):
+        if mlp is None or not hasattr(mlp, "down_proj"):
             yield
             return
         # accelerate replaces it too

@@ -357,7 +357,7 @@ def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     gates = side.deciding
     results = {result.verdict for result in gates.values()}
     worst_first: tuple[Outcome, ...] = ("fail", "undecided", "pass")
-    verdict = next((outcome for outcome in worst_first if outcome in results), "undecided")
+    verdict: Outcome = next((v for v in worst_first if v in results), "undecided")
     passed = sum(r.verdict == "pass" for r in gates.values())
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = f"gates under {side.title}"

@@ -301,9 +301,12 @@ def _more_prompts(undecided: Sequence[JudgedGate]) -> str:
     if any(gate.gate == NOTHING_TESTED for gate in undecided):
         return "make prompts that test it: annie-quant init"
     sources = [gate.counts or gate.result for gate in undecided]
-    needed = [getattr(source, "n_to_decide", None) for source in sources]
-    if None in needed:
-        return "judge more and other prompts"
+    needed: list[int] = []
+    for source in sources:
+        n_to_decide = getattr(source, "n_to_decide", None)
+        if n_to_decide is None:
+            return "judge more and other prompts"
+        needed.append(n_to_decide)
     return f"judge more prompts, about {max(needed)} per gate"
 
 

@@ -69,7 +69,7 @@ def _measured(
 ) -> MeasuredLadder:
     right: dict[int, dict[str, bool]] = {}
     points = []
-    n_repeats = []
+    n_repeats: list[int] = []
     for level, cases in levels.items():
         right[level] = {case: all(answers) for case, answers in cases.items()}
         passes = sum(right[level].values())

@@ -517,20 +517,22 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     if len(groups) < 2:
         return
     p_values = []
+    others: dict[str, list[float]] = {}
     for workload, values in groups.items():
-        others = [x for other, rest in groups.items() if other != workload for x in rest]
-        p_values.append(float(mannwhitneyu(values, others, alternative="less").pvalue))
+        rest = [x for other, found in groups.items() if other != workload for x in found]
+        p_values.append(float(mannwhitneyu(values, rest, alternative="less").pvalue))
+        others[workload] = rest
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
-            own = groups[workload]
+            values = groups[workload]
             rest = others[workload]
-            means = {"own": statistics.fmean(own), "rest": statistics.fmean(rest)}
+            means = {"own": statistics.fmean(values), "rest": statistics.fmean(rest)}
             yield finding(
                 "acceptance_falls",
                 name,
                 workload=workload,
                 p=p,
-                n_own=len(own),
+                n_own=len(values),
                 n_rest=len(rest),
                 **means,
             )

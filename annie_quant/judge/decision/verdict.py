@@ -487,7 +487,17 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         if other.verdict == "loses":
             reasons.append(f"{label_of(aggregates, name)} {wording.claim(other)}")
     incumbent = label_of(aggregates, chosen.roles.incumbent or "")
-    return reasons + [wording.difference(r, incumbent) for r in _significant(aggregates, chosen)]
+    reasons += [wording.difference(row, incumbent) for row in _significant(aggregates, chosen)]
+    runtimes = [side.runtime for side in _served_sides(aggregates, chosen)]
+    if len(runtimes) == 2 and all(runtimes) and runtimes[0] != runtimes[1]:
+        reasons.append(wording.operational_change(*map(str, runtimes)))
+    return reasons
+
+
+def _served_sides(aggregates: Aggregates, chosen: Decision) -> list[ServedSide]:
+    """Return the incumbent and the candidate, as far as they were served."""
+    names = (chosen.roles.incumbent, chosen.candidate)
+    return [aggregates.served[name] for name in names if name in aggregates.served]
 
 
 def peak_bytes(side: ServedSide) -> int | None:

@@ -307,6 +307,8 @@ def _more_prompts(undecided: Sequence[JudgedGate]) -> str:
         if n_to_decide is None:
             return "judge more and other prompts"
         needed.append(n_to_decide)
+    if not needed:
+        return "judge more and other prompts"
     return f"judge more prompts, about {max(needed)} per gate"
 
 
@@ -467,6 +469,11 @@ def dropped(name: str, gate: PairedGate, n_at_last_look: int, why: str) -> str:
 
 
 # ---- a run
+
+
+def operational_change(before: str, after: str) -> str:
+    """Return what a switch between two runtimes means for who operates the machine (requirement R51)."""
+    return f"operational change: {before} → {after} (another server to install, start and monitor)"
 
 
 def difference(row: Comparison, incumbent: str) -> str:

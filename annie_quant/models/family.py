@@ -397,9 +397,12 @@ def attention_of(layer: str) -> str:
     return f"{layer}.self_attn"
 
 
+ATTENTION_PREFIX = "self_attn."  # of a module's name inside its layer
+
+
 def is_attention(name: str) -> bool:
     """Return whether a tensor or module is in a layer's attention with a KV cache."""
-    return in_layer(name).startswith("self_attn.")
+    return in_layer(name).startswith(ATTENTION_PREFIX)
 
 
 def in_layer(name: str) -> str:

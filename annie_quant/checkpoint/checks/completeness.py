@@ -28,6 +28,7 @@ from annie_quant.checkpoint.runtime_names import is_multimodal
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.documents import Finding
 from annie_quant.models import Experts
+from annie_quant.models.family import ATTENTION_PREFIX
 
 if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
@@ -137,7 +138,7 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
 
 def kind_of_layer(family: models.Family, modules: set[str]) -> tuple[bool, bool, bool]:
     """Return whether a layer has attention with a KV cache, DeltaNet, and experts."""
-    attention = any(module.startswith("self_attn.") for module in modules)
+    attention = any(module.startswith(ATTENTION_PREFIX) for module in modules)
     deltanet = family.deltanet
     recurrent = deltanet is not None and not modules.isdisjoint(
         (deltanet.output, deltanet.log_decay)
@@ -325,7 +326,9 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
             inside[layer].add(module_in_layer(family, name))
     expected = set()
     for name in decoder:
-        if name.startswith(("mlp.", "self_attn.")) and not name.endswith(("k_scale", "v_scale")):
+        if name.startswith(("mlp.", ATTENTION_PREFIX)) and not name.endswith(
+            ("k_scale", "v_scale")
+        ):
             expected.add(module_in_layer(family, f"model.layers.0.{name}"))
     for layer, modules in sorted(inside.items()):
         missing = sorted(expected - modules)

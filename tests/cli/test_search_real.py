@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-import msgspec
 import pytest
 from command_line import annie_quant
 from paths import TINY_ANNIE
@@ -64,7 +64,7 @@ def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibratio
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
-    again = search.run(msgspec.structs.replace(settings, anyway=True), SilentConsole())
+    again = search.run(replace(settings, anyway=True), SilentConsole())
     assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
@@ -80,9 +80,7 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     )  # fmt: skip
     with pytest.raises(UsageError, match="stale prompt"):
         search.run(settings, SilentConsole())
-    result = search.run(
-        msgspec.structs.replace(settings, allow_prompt_mismatch=True), SilentConsole()
-    )
+    result = search.run(replace(settings, allow_prompt_mismatch=True), SilentConsole())
     assert (
         "stale prompt" in result.notes[0]
         and "stale prompt" in (tmp_path / "s" / "search.md").read_text()

@@ -82,10 +82,10 @@ def test_a_second_command_in_the_same_folder_is_refused(tmp_path):
     ],
 )
 def test_a_full_disk_is_one_line_whichever_library_reports_it(monkeypatch, capsys, fault):
-    def full(**options):
+    def full(*words, **options):
         raise fault
 
-    monkeypatch.setattr(cli.cli, "main", full)
+    monkeypatch.setattr(cli, "app", full)
     monkeypatch.delenv("ANNIE_QUANT_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -95,10 +95,10 @@ def test_a_full_disk_is_one_line_whichever_library_reports_it(monkeypatch, capsy
 
 
 def test_a_bug_is_not_hidden(monkeypatch):
-    def broken(**options):
+    def broken(*words, **options):
         raise KeyError("x")
 
-    monkeypatch.setattr(cli.cli, "main", broken)
+    monkeypatch.setattr(cli, "app", broken)
     with pytest.raises(KeyError):
         cli.main()
 

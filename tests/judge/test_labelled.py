@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from judge_cases import TOOLS
 from labelled_answers import ANSWERS
@@ -185,5 +186,5 @@ def test_a_call_that_max_tokens_cut_is_the_limits():
     faults = judge.faults(looping, single.cases[0], single)
     assert "markdown" in faults["no_markdown"] and faults["repetition"]
     assert "cut" not in faults["no_markdown"] + faults["repetition"]
-    whole = replace(cut, finish_reason="stop")
+    whole = msgspec.structs.replace(cut, finish_reason="stop")
     assert judge.faults(whole, single.cases[0], single)["tool_call"].endswith("unparsed")

@@ -190,7 +190,7 @@ def test_settings_that_contradict_the_tensors_are_refused(
 def test_nvfp4_is_read_with_a_folder_only(
     files: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    shutil.copytree(files["qwen2"][0], tmp_path / "model")
+    shutil.copytree(files["qwen3"][0], tmp_path / "model")
     aq.quantize.run("direct", tmp_path / "model", tmp_path / "nvfp4")
     file = aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "x.gguf", type="NVFP4").path
     assert "NVFP4" in str(refusal(Path(file), tmp_path))

@@ -211,7 +211,9 @@ def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> hessians.H
 
 def rounder() -> LayerRounder:
     """A rounder of a layer without linears, for the solution of single Hessians."""
-    layer = SimpleNamespace(name="model.layers.1", groups=lambda: [], experts_of=lambda name: None)
+    layer = SimpleNamespace(
+        name="model.layers.1", chosen_groups=lambda linears: [], experts_of=lambda name: None
+    )
     return LayerRounder(layer, RoundingTask([], torch.ones(1), Method(), "sweep"))  # type: ignore[arg-type]
 
 

@@ -23,6 +23,8 @@ CHUNK = {
     "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 1}},
     "timings": {"predicted_n": 5, "prompt_ms": 1.5},
 }  # fmt: skip
+TOKYO = {"choices": [{"index": 0, "delta": {"content": "Tokyo."}, "finish_reason": "stop"}]}
+SMOKE_ANSWER = HEAD + b"data: " + json.dumps(TOKYO).encode() + b"\n\ndata: [DONE]\n\n"
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "vllm"}]}
 STATUSES = (
     b"200 OK",
@@ -58,6 +60,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             body = json.dumps(MODELS).encode() if b"/v1/models" in request[:40] else b"{}"
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             return
+        if b"capital of Japan" in request:  # the smoke question: a run ends where it fails
+            connection.sendall(SMOKE_ANSWER)
+            raise OSError("the end of this connection")
         with lock:
             number = state["n"]
             state["n"] += 1

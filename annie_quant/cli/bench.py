@@ -139,7 +139,7 @@ def bench(options: BenchOptions) -> None:
         )
     backends = backends_of(options)
     workloads = workloads_of(options)
-    settings = opt.picked(options, *SETTINGS)
+    settings = opt.keywords_of(options, *SETTINGS)
     if options.aa:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
     if options.trace:

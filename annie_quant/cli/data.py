@@ -16,7 +16,7 @@ import msgspec
 from cyclopts import Parameter, validators
 
 from annie_quant.cli import options as opt
-from annie_quant.cli.options import AsJson, picked
+from annie_quant.cli.options import AsJson, keywords_of
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
@@ -87,7 +87,7 @@ def data(options: DataOptions = DataOptions()) -> None:
             result = conversations.generate(
                 progress=step,
                 options=conversations.Options(options.teacher_model, options.url, *limits),
-                **picked(
+                **keywords_of(
                     options,
                     "persona",
                     "teacher",
@@ -149,7 +149,7 @@ def init(options: InitOptions) -> None:
         tools=read_tools(options.tools) if options.tools else None,
         personal=options.mask_personal,
         words=options.mask_word,
-        **picked(options, "logs", "name", "seed", "fill"),
+        **keywords_of(options, "logs", "name", "seed", "fill"),
     )
     with console.task("init") as step:
         result = initialize(sources, output, options.force, step)
@@ -248,7 +248,7 @@ def record_command(options: RecordOptions) -> None:
         personal=options.mask_personal,
         words=options.mask_word,
         duration_s=60 * options.minutes if options.minutes else None,
-        **picked(options, "upstream", "output", "host", "port"),
+        **keywords_of(options, "upstream", "output", "host", "port"),
     )
 
     def ready(url: str) -> None:

@@ -69,6 +69,6 @@ class Sides:
     incumbent: str | None = None
 
 
-def picked(options: object, *names: str) -> dict[str, Any]:
+def keywords_of(options: object, *names: str) -> dict[str, Any]:
     """Return some of the options, as keyword arguments of the function that has them under the same names."""
     return {name: getattr(options, name) for name in names}

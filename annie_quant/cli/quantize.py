@@ -26,7 +26,7 @@ from annie_quant.cli.options import (
     Force,
     PersonaName,
     at_least,
-    picked,
+    keywords_of,
 )
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines
@@ -135,7 +135,7 @@ def quantize(options: QuantizeOptions) -> None:
     ):
         console.note(note)
     with console.task(f"quantize ({strategy})") as step:
-        settings = picked(options, *SETTINGS) | own
+        settings = keywords_of(options, *SETTINGS) | own
         result = annie_quant.quantize.run(
             strategy, model, options.output, exclude=options.exclude_layers, report=step, **settings
         )

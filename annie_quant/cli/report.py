@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.options import AsJson, Sides, picked
+from annie_quant.cli.options import AsJson, Sides, keywords_of
 from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.documents import Roles
@@ -139,7 +139,7 @@ def publish(run_dir: Path, /, *, options: PublishOptions) -> None:
             "with_report",
             "with_records",
         )
-        settings = picked(options, *names) | {
+        settings = keywords_of(options, *names) | {
             "private": not options.public,
             "forced": options.force,
         }

@@ -186,10 +186,12 @@ def main() -> None:
     parser.add_argument("reference", type=Path)
     parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--numerics", default="w4a4,w4a16")
+    parser.add_argument("--workloads", help="names, by commas; default: the persona annie's")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--synchronize", action="store_true")
     parser.add_argument("--functions", type=int, default=0, help="also list so many functions")
     arguments = parser.parse_args()
+    names = arguments.workloads.split(",") if arguments.workloads else None
     stages = Stages()
     wrap_all(stages, arguments.synchronize)
     profile = cProfile.Profile(time.process_time) if arguments.functions else None
@@ -197,7 +199,7 @@ def main() -> None:
         job = pair.EvaluationJob(
             checkpoint=arguments.checkpoint,
             reference=arguments.reference,
-            workloads=judge.load_workloads(),
+            workloads=judge.load_workloads(names),
             n_per_gate=arguments.n,
             extends=True,
             numerics=arguments.numerics.split(","),

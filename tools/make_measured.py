@@ -18,15 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "annie_quant/assets/tiny-annie"
-# The order of a search of this model, without auto_mixed and qad, which need a GPU for an hour's work.
+# The order of a search of this model, without auto_mixed, which needs a GPU for an hour's work.
 STRATEGIES = (
-    "best@0.004115,naive,best,direct,awq_lite,gptq,w4a16_mixed,best@0.00517,sensitivity,best@0.00566,best@0.00664,mlp_only,"
+    "best@0.004115,naive,best,direct,awq_lite,gptq,w4a16_mixed,best@0.00517,best@0.00566,best@0.00664,mlp_only,"
     "best@0.008599"
 )
-ROWS = (
-    "naive,direct,direct four_over_six,direct sweep,awq_lite,mlp_only,w4a16_mixed,gptq,gptq W4A16,best,"
-    "sensitivity 5.5 bits,sensitivity 5 bits,sensitivity at B's size"
-)
+ROWS = "naive,direct,direct four_over_six,direct sweep,awq_lite,mlp_only,w4a16_mixed,gptq,gptq W4A16,best"
 STEPS = ("data", "search", "strategies", "picture")
 BEGIN = "<!-- begin: {name}, tools/make_measured.py -->"
 END = "<!-- end: {name} -->"
@@ -42,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         default=ROWS,
-        help="rows of the strategies' table; with a GPU also auto_mixed and qad",
+        help="rows of the strategies' table; with a GPU also auto_mixed",
     )
     parser.add_argument("--seeds", type=int, default=1, help="calibration draws of the search")
     options = parser.parse_args()

@@ -29,7 +29,6 @@ import msgspec
 
 from annie_quant.cli.tables import WIDTH
 from annie_quant.core import files
-from annie_quant.core.resume import launcher_rank
 from annie_quant.core.text import printable
 
 if TYPE_CHECKING:
@@ -148,8 +147,7 @@ class TerminalConsole:
 
     def note(self, text: str) -> None:
         """Print a line on stderr."""
-        if not launcher_rank():
-            self.err.print(shown(text), markup=False, soft_wrap=True)
+        self.err.print(shown(text), markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
         self.err.print("[red]annie-quant:[/] ", end="")
@@ -168,9 +166,6 @@ class TerminalConsole:
         """Show a progress bar while the block runs; on a pipe, print a line every HEARTBEAT_S and one at its end."""
         from rich import progress
 
-        if launcher_rank():
-            yield TerminalTask(title)
-            return
         start = time.monotonic()
         if self.err.is_terminal:
             columns = (
@@ -204,8 +199,6 @@ class TerminalConsole:
         """Print lines on stdout; on a terminal the words of a verdict are coloured."""
         from rich.text import Text
 
-        if launcher_rank():
-            return
         for line in lines:
             text = Text(shown(line))
             for words, style in STYLES.items():
@@ -232,11 +225,10 @@ console = TerminalConsole()
 
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
-    if not launcher_rank():
-        text = json.dumps(
-            files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False
-        )
-        print("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
+    text = json.dumps(
+        files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False
+    )
+    print("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def echo(text: str, err: bool = False) -> None:

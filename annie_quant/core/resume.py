@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,14 +28,6 @@ T = TypeVar("T")
 
 KEY_FILE = "key.json"
 _BLOCK_BYTES = 64 << 10
-
-
-def launcher_rank() -> int:
-    """Return which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one.
-
-    The first one writes and prints; the others only compute.
-    """
-    return int(os.environ.get("RANK", "0"))
 
 
 class KeyedJson:
@@ -60,17 +51,10 @@ class KeyedJson:
         write_json(self.path, {"key": self._key, "value": value})
 
 
-def keyed_folder(folder: Path, key: object, wait_s: float = 0.0) -> Path:
-    """Return `folder`, emptied first unless it was made for the same `key`.
-
-    wait_s: seconds to wait for another process, which makes the folder for this key.
-    """
+def keyed_folder(folder: Path, key: object) -> Path:
+    """Return `folder`, emptied first unless it was made for the same `key`."""
     mark = KeyedJson(folder / KEY_FILE, key)
-    deadline = time.monotonic() + wait_s
-    while not mark.load(default=False):
-        if time.monotonic() < deadline:
-            time.sleep(0.1)
-            continue
+    if not mark.load(default=False):
         shutil.rmtree(folder, ignore_errors=True)
         mark.save(True)
     return folder

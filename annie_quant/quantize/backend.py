@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 import psutil
 import torch
@@ -15,9 +14,9 @@ from annie_quant.quantize.strategy import in_float32
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:
     """Return this process's GPU or the CPU, and the type in which it computes the model."""
-    on_cpu = not torch.cuda.is_available()
-    device = "cpu" if on_cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return device, torch.float32 if in_float32(folder.weight_bytes, on_cpu) else torch.bfloat16
+    device = device_kind()
+    full = in_float32(folder.weight_bytes, on_cpu=device == "cpu")
+    return device, torch.float32 if full else torch.bfloat16
 
 
 def device_kind() -> str:

@@ -99,11 +99,6 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     return chosen
 
 
-def decoder_linears(folder: ModelFolder) -> list[str]:
-    """Return the linears of the decoder's layers."""
-    return [n for n in all_linears(folder) if folder.family.in_decoder(n)]
-
-
 def expected_bytes(folder: ModelFolder, formats: Mapping[str, Format]) -> int:
     """Return the size of the output's tensors. formats: linear → format; all other tensors keep their size."""
     total = 0

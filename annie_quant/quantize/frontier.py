@@ -30,7 +30,6 @@ class Limits:
     device: whose speed is predicted.
     max_bits: bits per weight of the linears that get a format; the head then stays as it is. Experts count by the share that a
         token passes.
-    of_decoder: max_bits counts all linears of the decoder, also those that stay in 16 bits.
     """
 
     device: Device
@@ -38,7 +37,6 @@ class Limits:
     min_tps: float = 0.0
     max_loss: float = math.inf
     max_bits: float = math.inf
-    of_decoder: bool = False
 
     def __str__(self) -> str:
         limits = []

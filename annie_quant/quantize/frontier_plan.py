@@ -27,7 +27,7 @@ from annie_quant.models.formats import BF16, FP8_CHANNEL, NVFP4, W4A16, Format
 from annie_quant.quantize import held_out
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import active_weights, decoder_linears
+from annie_quant.quantize.formats import active_weights
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.held_out import FormatTrials
 from annie_quant.quantize.kl_trial import answers_to_score, loss_of
@@ -61,7 +61,6 @@ class FormatPlanner:
     read: what a token of the model reads.
     base: bytes of everything that is in no group, by axis: "size" and "read".
     counted: number of weights that a limit of bits counts, by the share that a token passes.
-    fixed: bytes of those that are in no group.
     costs: group → format → FormatTrials.measure of it alone; zero for 16 bits.
     ratios: format → measured divergence of a whole relative to the sum of its groups.
     """
@@ -71,7 +70,6 @@ class FormatPlanner:
     read: decode_speed.TokenBytes
     base: dict[str, float]
     counted: float = 0.0
-    fixed: float = 0.0
     costs: dict[str, dict[Format, np.ndarray]] = field(default_factory=dict)
     ratios: dict[Format, float] = field(default_factory=dict)
 
@@ -84,7 +82,7 @@ class FormatPlanner:
         if limits.min_tps:
             by_speed = decode_speed.largest_bytes(self.read, limits.device, limits.min_tps)
         if limits.max_bits < math.inf:
-            by_bits = self.base[axis] + limits.max_bits / 8 * self.counted - self.fixed
+            by_bits = self.base[axis] + limits.max_bits / 8 * self.counted
         return min(by_speed, by_bits)
 
     def chosen(self, choices: Sequence[int]) -> list[tuple[str, Group, int]]:
@@ -121,7 +119,7 @@ class FormatPlanner:
                 f"--min-tps {speed * 0.999:.4g}, or exclude less",
             )
         if limits.max_bits < math.inf:
-            least_bytes = self.bytes_of(fastest, "read") - self.base["read"] + self.fixed
+            least_bytes = self.bytes_of(fastest, "read") - self.base["read"]
             least_bits = 8 * least_bytes / self.counted
             if limits.max_bits < least_bits:
                 raise UsageError(
@@ -324,11 +322,8 @@ def planner_of(
         "size": sum(folder.info(n).size_bytes for n in folder) - size,
         "read": bytes_per_token(folder) - read,
     }
-    counted = active_weights(folder, decoder_linears(folder) if limits.of_decoder else four_bit)
-    fixed = sum(n for linear, n in counted.items() if linear not in four_bit) * BF16.bits / 8
-    planner = FormatPlanner(
-        groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed
-    )
+    counted = sum(active_weights(folder, four_bit).values())
+    planner = FormatPlanner(groups, limits, decode_speed.token_bytes(folder), base, counted)
     planner.check_limits()
     return planner
 

@@ -19,7 +19,6 @@ from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
-from annie_quant.core.resume import launcher_rank
 from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import strategies
@@ -106,9 +105,8 @@ def run(
         work=work or output.with_name(f".{output.name}.work"),
     )
     _check_kv_cache(kv_cache)
-    rank = launcher_rank()
     # What needs no library is reported before libraries and the model are loaded.
-    check_output(job.output, force or rank > 0, (job.model, job.calib_data))
+    check_output(job.output, force, (job.model, job.calib_data))
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
@@ -122,18 +120,14 @@ def run(
         key = {"strategy": part.name, "version": __version__, **part.resume_key(job)}
         if kv_cache == "fp8":
             key["kv_text"] = [sha256_of(job.calib_data), job.calib_samples, job.calib_tokens]
-    # Under a launcher of several processes the first one writes; the others only compute.
-    first = rank == 0
-    target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank}")
-    with staged(target, key, force or not first, inputs=(job.model, job.calib_data)) as folder:
+    with staged(job.output, key, force, inputs=(job.model, job.calib_data)) as folder:
         plan = part.plan(job, progress)
-        if first:
-            plan.kv_cache = None if kv_cache == "none" else "FP8"
-            if kv_cache == "fp8":
-                from annie_quant.quantize import input_stats
+        plan.kv_cache = None if kv_cache == "none" else "FP8"
+        if kv_cache == "fp8":
+            from annie_quant.quantize import input_stats
 
-                input_stats.calibrate_kv_cache(job, plan, progress)
-            _write(part, replace(job, output=folder), plan, progress)
+            input_stats.calibrate_kv_cache(job, plan, progress)
+        _write(part, replace(job, output=folder), plan, progress)
         recipe = Recipe(
             version=__version__,
             strategy=part.name,
@@ -152,8 +146,8 @@ def run(
             calibration=plan.calibration,
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
-    if work is None or not first:
-        shutil.rmtree(job.work if first else target, ignore_errors=True)
+    if work is None:
+        shutil.rmtree(job.work, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
     size = expected_bytes(ModelFolder(job.model), plan.formats)
     return QuantizeResult(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_file
 from annie_quant.core.progress import Progress
-from annie_quant.core.resume import KeyedJson, keyed_folder, launcher_rank
+from annie_quant.core.resume import KeyedJson, keyed_folder
 from annie_quant.models.formats import BF16, NVFP4, W4A16, Format
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.m
 KEPT_INPUTS = 4 << 30
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
-WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
 
 
 def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
@@ -133,14 +131,8 @@ class Job(Generic[OptionsType]):
         return KeyedJson(self.work / name, self.key())
 
     def work_folder(self) -> Path:
-        """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
-        return keyed_folder(
-            self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if launcher_rank() else 0.0
-        )
-
-    def remove(self, name: str) -> None:
-        """Remove a folder inside the work folder."""
-        shutil.rmtree(self.work / name, ignore_errors=True)
+        """Return the work folder, emptied unless it was made with the same key."""
+        return keyed_folder(self.work, self.key())
 
 
 def sha256_of(file: Path | None) -> str | None:
@@ -152,7 +144,6 @@ class Cost:
     """What a strategy needs, for its place in a search and for estimates before it starts.
 
     rank: of strategies with equal bytes per token a search tries the lowest first, the cheapest to make.
-    trains: a search tries it last.
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
     held_out_look: the model is also rounded without some conversations, and judged on them. On a CPU, where trials have few
@@ -168,7 +159,6 @@ class Cost:
     """
 
     rank: int
-    trains: bool = False
     layerwise: bool = False
     passes: float = 0.0
     held_out_look: bool = False

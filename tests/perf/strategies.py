@@ -1,7 +1,7 @@
 """All strategies on one model: quantize, audit, evaluate; writes the table of tests/perf/strategies.md.
 
 python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones are skipped
-python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # only these
+python tests/perf/strategies.py --output runs/strategies --only gptq,best     # only these
 python tests/perf/strategies.py --output runs/strategies --table             # the table of the finished ones
 python tests/perf/strategies.py --spread runs/a runs/b runs/c                # components of the spread
 
@@ -52,12 +52,6 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "", {}),
     "gptq W4A16": ("gptq", "", {"activations": 16}),
     "best": ("best", "", {}),
-    "sensitivity 5.5 bits": ("sensitivity", "", {}),
-    "sensitivity 5 bits": ("sensitivity", "", {"bits": 5.0}),
-    "sensitivity at B's size": ("sensitivity", "", {"bits": 8.05}),
-    "qad": ("qad", "", {"steps": 300, "batch": 16, "checkpointing": 0}),
-    "qad lr 3e-5": ("qad", "", {"steps": 300, "batch": 16, "checkpointing": 0, "lr": 3e-5}),
-    "qad W4A16": ("qad", "", {"steps": 300, "batch": 16, "checkpointing": 0, "activations": 16}),
 }
 
 

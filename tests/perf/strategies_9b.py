@@ -3,7 +3,7 @@
 python tests/perf/strategies_9b.py make DIR --layers 4
 python tests/perf/strategies_9b.py make DIR --layers 2 --experts 256     # Qwen3.6-35B-A3B's shapes: 1.6 GB per layer of 40
 python tests/perf/strategies_9b.py run DIR naive        # one JSON line: seconds, peaks; one process per measurement
-python tests/perf/strategies_9b.py run DIR sensitivity --every 20 > LOG      # a progress line per 20 s; resumes after a kill
+python tests/perf/strategies_9b.py run DIR best --every 20 > LOG      # a progress line per 20 s; resumes after a kill
 python tests/perf/strategies_9b.py extrapolate LINES    # of two layer counts, to the 9B and 27B
 """
 

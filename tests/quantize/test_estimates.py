@@ -59,13 +59,14 @@ def test_the_count_of_a_folder_is_the_real_output(tmp_path):
     assert result.size_bytes == pytest.approx(expected.size_bytes, rel=0.03)
 
 
-def test_a_27b_is_quantized_layer_by_layer_on_a_spark_and_training_it_does_not_fit():
+def test_a_27b_is_quantized_layer_by_layer_on_a_spark():
     gptq = estimates.estimate("27b", "gptq")
     assert gptq.fits and gptq.peak_bytes < 20e9
     assert estimates.estimate("27b", "naive").peak_bytes < 20e9
     assert estimates.estimate("27b", "auto_mixed").peak_bytes > 53.8e9
-    qad = estimates.estimate("27b", "qad")
-    assert not qad.fits and "DOES NOT FIT" in "\n".join(qad.lines())
+    small = replace(estimates.SPARK_RATES, memory=8e9)
+    crowded = estimates.estimate("27b", "auto_mixed", rates=small)
+    assert not crowded.fits and "DOES NOT FIT" in "\n".join(crowded.lines())
 
 
 def test_best_of_a_9b_takes_no_more_than_was_measured_with_learned_rounding():

@@ -16,6 +16,7 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.resume import KEY_FILE, KeyedJson
 from annie_quant.data.workloads import check_checkpoint, resolve
 
+MAX_GB = 0.0007
 PART = ",".join(f"layers.{i}" for i in range(6))
 
 
@@ -47,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_measurements_before_an_interruption_are_not_repeated(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sensitivity's figures: rounded inputs first, then formats; auto_mixed measures with the same functions."""
+    """Rounded inputs first, then formats."""
     from annie_quant.quantize.kl_trial import Trial
 
     measured: list[object] = []
@@ -56,7 +57,7 @@ def test_measurements_before_an_interruption_are_not_repeated(
 
     def run(name: str) -> dict[str, bytes]:
         return make(
-            "sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8
+            "best", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", max_gb=MAX_GB
         )
 
     whole, once = run("whole"), len(measured)
@@ -159,11 +160,11 @@ def test_the_named_persona_decides(tmp_path: Path) -> None:
 
 def test_unknown_settings_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
-        quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bit=5)
+        quantize.run("auto_mixed", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bit=5)
     assert "bits" in refused.value.hint
     with pytest.raises(UsageError, match="bits=many"):
         quantize.run(
-            "sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bits="many"
+            "auto_mixed", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bits="many"
         )
 
 
@@ -173,11 +174,11 @@ def test_a_size_that_cannot_be_reached_is_refused_with_one_that_can(tmp_path: Pa
     )
     with pytest.raises(UsageError, match="less than") as refused:
         quantize.run(
-            "sensitivity",
+            "auto_mixed",
             TINY_ANNIE,
             tmp_path / "out",
             calib_data=CALIBRATION,
             exclude=PART,
-            bits=4.8,
+            bits=4.2,
         )
     assert "--set bits=" in refused.value.hint

@@ -22,11 +22,9 @@ MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
 # Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
-    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8},
     "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0},
     "awq_lite": {"exclude": ALL_BUT_LAST},
     "best": {"exclude": ALL_BUT_LAST},
-    "qad": {"exclude": ALL_BUT_LAST, "steps": 2, "batch": 1, "save": 1, "lr": 1e-6},
 }
 
 

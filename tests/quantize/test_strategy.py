@@ -69,7 +69,7 @@ def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
 
 
 def test_an_option_is_converted_once_and_explains_itself() -> None:
-    gptq, qad = strategies.find("gptq"), strategies.find("qad")
+    gptq = strategies.find("gptq")
     assert msgspec.structs.asdict(gptq.settings({"damping": "0.1"})) == {
         "damping": 0.1,
         "prompt": 0.1,
@@ -83,8 +83,17 @@ def test_an_option_is_converted_once_and_explains_itself() -> None:
         gptq.settings({"damp": 1})
     assert "damping: added to" in refused.value.hint and "(default 0.05)" in refused.value.hint
     with pytest.raises(UsageError, match="activations=8") as refused:
-        qad.settings({"activations": 8})
+        gptq.settings({"activations": 8})
     assert "4 (W4A4) or 16" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"), [("qad", "gptq"), ("sensitivity", "best --max-gb")]
+)
+def test_a_removed_strategy_names_its_replacement(name: str, replacement: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' was removed") as refused:
+        strategies.find(name)
+    assert replacement in refused.value.hint
 
 
 def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
@@ -96,9 +105,7 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
         "nvfp4.py",
     }  # nvfp4.gptq is the algorithm
     package = ROOT / "annie_quant"
-    names = [
-        n for n in strategies.available() if n not in ("direct", "sensitivity", "best")
-    ]  # words
+    names = [n for n in strategies.available() if n not in ("direct", "best")]  # words
     uses = [
         f"{file.relative_to(package)}: {name}"
         for file in package.rglob("*.py")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant import __version__, documents, judge, quantize
+from annie_quant import __version__, documents, judge
 from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size
@@ -29,7 +29,7 @@ from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
-from annie_quant.core.errors import AnnieError, DiskFull, UsageError
+from annie_quant.core.errors import AnnieError, DiskFull
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
 from annie_quant.data import Persona, check_prompt_hash, load_persona
@@ -88,30 +88,26 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
 
 def chosen_order(strategies: Sequence[str]) -> list[str]:
     """Return the strategies that the user chose. Raises UsageError for an unknown one, or for a budget that it cannot have."""
-    available = list(quantize.available())
     for name in strategies:
-        if with_budget(name)[0] not in available:
-            raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
+        find(with_budget(name)[0])
     return list(strategies)
 
 
 def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
     """Return `best` and its budgets by predicted bytes per token, and notes on what is not tried.
 
-    every: the other strategies, too. Of equal bytes the cheapest to make is first. Training is last.
+    every: the other strategies, too. Of equal bytes the cheapest to make is first.
     """
     folder = ModelFolder(model)
     notes = list[str]()
-    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
+    points = [(strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
-        under = [
-            (False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))
-        ]
+        under = [(read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
         notes.append(f"best under budgets is not tried: {error.message}")
     else:  # at the same bytes `best` is not worse than they are by more than the noise (tests/perf/quantize_peers.md)
-        points = [point for point in points if every or point[2] == "best"] + under
-    return [name for *_, name in sorted(points, key=lambda point: point[:2])], notes
+        points = [point for point in points if every or point[1] == "best"] + under
+    return [name for _, name in sorted(points, key=lambda point: point[0])], notes
 
 
 def rounded_up(read: float) -> float:

@@ -10,6 +10,12 @@ from annie_quant import models
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.quantize.strategy import Strategy
 
+# Strategies of earlier versions, and what replaces them.
+REPLACED = {
+    "qad": "--strategy gptq, or best: both lose less than distillation did, in minutes",
+    "sensitivity": "--strategy best --max-gb N, which also chooses the head's format",
+}
+
 
 def available() -> dict[str, Strategy]:
     """Return name → strategy, in alphabetical order."""
@@ -23,7 +29,10 @@ def available() -> dict[str, Strategy]:
 def find(name: str) -> Strategy:
     """Return the strategy called `name`, in which dashes count as underscores. Raises UsageError that lists all of them."""
     strategies = available()
-    strategy = strategies.get(name.replace("-", "_"))
+    name = name.replace("-", "_")
+    if name in REPLACED:
+        raise UsageError(f"the strategy {name!r} was removed", REPLACED[name])
+    strategy = strategies.get(name)
     if strategy is None:
         raise UsageError(
             f"there is no strategy called {name!r}", f"choose one of: {', '.join(strategies)}"

@@ -2,7 +2,7 @@
 
 Each is its formats, and then calibration (input_stats.py), rounding (rounding.py) or formats under a budget (frontier_plan.py).
 
-A to E are the strategies of the original plan. torch is imported when a plan is made.
+A to D are the strategies of the original plan. torch is imported when a plan is made.
 """
 
 from __future__ import annotations
@@ -164,38 +164,12 @@ class AutoMixedOptions(StrategyOptions, frozen=True):
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
 
 
-class SensitivityOptions(StrategyOptions, frozen=True):
-    bits: Annotated[
-        float,
-        described(
-            "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
-        ),
-    ] = 5.5
+def plan_bits(job: Job[AutoMixedOptions], progress: Progress) -> QuantizationPlan:
+    """Return the plan of the frontier's point at `bits` per weight, where all inputs of 4-bit linears are rounded."""
+    from annie_quant.quantize.rounding import Method
 
-    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
-
-
-def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., QuantizationPlan]:
-    """Return the plan of the frontier's point at `bits` per weight.
-
-    in_four_bits: all inputs of 4-bit linears are rounded; else those that `best` rounds.
-    of_decoder: the bits count all linears of the decoder.
-    """
-
-    def plan(
-        job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress
-    ) -> QuantizationPlan:
-        from annie_quant.quantize.mixed_formats import SHARE
-        from annie_quant.quantize.rounding import Method
-
-        limits = Limits(
-            decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder
-        )
-        return plan_model(
-            job, limits, all_nvfp4(job), Method(), progress, None if in_four_bits else SHARE
-        )
-
-    return plan
+    limits = Limits(decode_speed.default_device(), max_bits=job.options.bits)
+    return plan_model(job, limits, all_nvfp4(job), Method(), progress)
 
 
 AUTO_MIXED = Strategy(
@@ -203,48 +177,8 @@ AUTO_MIXED = Strategy(
     summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
     formats=dict.fromkeys(LINEARS, AutoMixedOptions().bits),
     cost=Cost(rank=90, passes=200, encode=SWEEP_TIME, column_feedback=True),
-    plan=within_bits(in_four_bits=True, of_decoder=False),
+    plan=plan_bits,
     options=AutoMixedOptions,
     scale="sweep",
     conservative=True,
-)
-SENSITIVITY = Strategy(
-    name="sensitivity",
-    summary="ours: W4A4, W4A16, FP8 or bf16 by measured divergence under a size budget (--set bits=5.5)",
-    formats=dict.fromkeys(LINEARS, SensitivityOptions().bits),
-    cost=Cost(rank=70, passes=200, encode=SWEEP_TIME, column_feedback=True),
-    plan=within_bits(in_four_bits=False, of_decoder=True),
-    options=SensitivityOptions,
-    scale="sweep",
-)
-
-
-class QadOptions(StrategyOptions, frozen=True):
-    steps: Annotated[int, described("training steps")] = 300
-    lr: Annotated[float, described("learning rate")] = 1e-5
-    batch: Annotated[int, described("answers per step and process")] = 8
-    save: Annotated[int, described("steps between checkpoints")] = 50
-    checkpointing: Annotated[bool, described("recompute activations (1) or keep them (0)")] = True
-    activations: ActivationBits = 4
-
-
-def plan_training(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.distillation import distilled
-
-    return distilled(job, progress)
-
-
-# The loss covers only what the assistant answers, in the calibration conversations with the production system prompt. A killed run
-# resumes from its last saved step. On several GPUs:
-#     accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant quantize ...
-# In memory are the student, its gradients, two moments and master weights in fp32, and the frozen teacher. The passes are 4 epochs;
-# a backward pass takes twice as long as a forward pass.
-QAD = Strategy(
-    name="qad",
-    summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",
-    formats=ALL_NVFP4,
-    cost=Cost(rank=100, trains=True, passes=16, bytes_per_weight=18.0),
-    plan=plan_training,
-    options=QadOptions,
-    requires=("torch", "transformers", "accelerate"),
 )

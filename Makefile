@@ -13,7 +13,7 @@ APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-ven
 APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 # In the layout of .clang-format; to format them: clang-format -i FILES.
-FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh tests/simulate/*.[ch])
+FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh)
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
 .PHONY: demo test test-quick test-thorough lint format perf docs sbom audit clean setup
@@ -89,17 +89,6 @@ SECONDS ?= 60
 .PHONY: fuzz fuzz-boundaries
 fuzz: setup apt-safe
 	$(BIN)/python tests/fuzz/run.py $(SECONDS)
-
-# Schedules of the streaming client in a simulated kernel (tests/simulate), from SEED on. SANITIZE: address,undefined or nothing.
-SCHEDULES ?= 100000
-SEED ?= 1
-SIMULATION := $(wildcard tests/simulate/*.[ch])
-.PHONY: simulate
-simulate: setup
-	@mkdir -p build/simulate
-	gcc -std=c11 -O2 -g -Wall -Wextra $(addprefix -fsanitize=,$(SANITIZE)) $$(pkg-config --cflags libcurl) -Icsrc $(filter %.c,$(SIMULATION)) \
-		$(filter-out %/module.c,$(wildcard csrc/stream/*.c)) $$(pkg-config --libs libcurl) -o build/simulate/simulate
-	build/simulate/simulate $(SCHEDULES) $(SEED)
 
 # Grammar-based cases per boundary: what servers answer, checkpoints, templates, run directories, conversations, workloads.
 CASES ?= 100000

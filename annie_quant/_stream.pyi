@@ -38,9 +38,9 @@ def run(
     kernel_stamps: bool,
     realtime: bool,
     verify_tls: bool,
-    unix_socket: str | None,
+    unix_socket: bytes | None,
     proxy: str | None,
-    ca_file: str | None,
+    ca_file: bytes | None,
     user_agent: str | None,
 ) -> tuple[Block, Block, Block, Block, Block, int, int, bool, bool, Any]: ...
 def check(requests: tuple[_Row, ...], /) -> None: ...

@@ -252,6 +252,8 @@ def transport_fault_of(
         return "reset", f"connection reset by the server: {text}"
     if code == 56 and re.match(r"CONNECT tunnel failed|Received HTTP code \d+ from proxy", text):
         return "proxy", f"the proxy refused the connection: {text}"
+    if not os_errno and "chunked" in text:  # libcurl has no code of its own for it
+        return "protocol", f"the answer's chunked framing is malformed: {text}"
     reason = f" ({os.strerror(os_errno)})" if os_errno else ""
     return _CURL_CAUSES.get(code, "transport"), f"{text}{reason} [libcurl {code}]"
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import threading
+import urllib.parse
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +29,9 @@ from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
 _NS_PER_S = 1_000_000_000
 _FOREVER_NS = 1 << 61
+_NOT_IN_URLS = re.compile(
+    "[ \x80-\ud7ff\ue000-\U0010ffff]+"
+)  # not control characters: they are refused
 
 
 @dataclass(frozen=True)
@@ -91,34 +97,33 @@ class Cancel:
     """Stops runs from another thread: pass it as run(..., cancel=c) and call c.cancel().
 
     It stays cancelled: a run that is passed it afterwards sends nothing, and a run cancelled during its warm-up sends
-    no request after it. Several runs can have the same Cancel. `close` cancels as well.
+    no request after it. Several runs can have the same Cancel. `close` cancels as well, and releases its descriptor,
+    which is otherwise released with the object.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may cancel
-        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._release = weakref.finalize(self, os.close, self._fd)
         self.cancelled = False
 
     def cancel(self) -> None:
         with self._lock:
             if not self.cancelled:
                 self.cancelled = True
-                os.write(self._write_fd, b"\0")  # it is never read, so that every run sees it
+                os.eventfd_write(self._fd, 1)  # it is never read, so that every run sees it
 
     def close(self) -> None:
         self.cancel()
         with self._lock:
-            if self._read_fd >= 0:
-                os.close(self._read_fd)
-                os.close(self._write_fd)
-            self._read_fd = self._write_fd = -1
+            self._release()
 
     def descriptor(self) -> int:
         """Return a descriptor that is readable once this is cancelled. The caller closes it: a run may outlive `close`."""
         with self._lock:
-            if self._read_fd < 0:
+            if not self._release.alive:
                 raise UsageError("this Cancel is closed", "use a new one")
-            return os.dup(self._read_fd)
+            return os.dup(self._fd)
 
 
 @contextlib.contextmanager
@@ -151,9 +156,9 @@ def run(
     deadline_s: float | None = None,
     http: str = "1.1",
     fresh_connections: bool = False,
-    unix_socket: str | os.PathLike[str] | None = None,
+    unix_socket: str | bytes | os.PathLike[Any] | None = None,
     proxy: str | None = None,
-    ca_file: str | os.PathLike[str] | None = None,
+    ca_file: str | bytes | os.PathLike[Any] | None = None,
     verify_tls: bool = True,
     kernel_stamps: bool = True,
     realtime: bool = True,
@@ -183,6 +188,7 @@ def run(
         raise UsageError(
             f"http={http!r} is not a version", f"choose one of: {', '.join(HTTP_VERSIONS)}"
         )
+    certificates = system_ca_file() if ca_file is None else ca_file
     options = {
         "deadline_ns": 0 if deadline_s is None else max(1, _ns("deadline_s", deadline_s)),
         "max_event_bytes": max_event_bytes,
@@ -193,9 +199,9 @@ def run(
         "kernel_stamps": kernel_stamps,
         "realtime": realtime,
         "verify_tls": verify_tls,
-        "unix_socket": None if unix_socket is None else os.fspath(unix_socket),
+        "unix_socket": None if unix_socket is None else os.fsencode(unix_socket),
         "proxy": proxy,
-        "ca_file": system_ca_file() if ca_file is None else os.fspath(ca_file),
+        "ca_file": None if certificates is None else os.fsencode(certificates),
         "user_agent": f"annie-quant/{__version__}",
     }
     with contextlib.ExitStack() as stack:
@@ -288,7 +294,15 @@ def _row(r: Request) -> tuple[object, ...]:
         _FOREVER_NS if value is None else _ns(name, value)
         for name, value in (("timeout_s", r.timeout_s), ("idle_timeout_s", r.idle_timeout_s))
     )
-    return r.url, method, tuple(headers), body, start, timeout, idle
+    return _wire_url(r.url), method, tuple(headers), body, start, timeout, idle
+
+
+def _wire_url(url: str) -> str:
+    """Return the URL with the spaces and non-ASCII characters of its path and query percent-encoded (RFC 3986 2.1)."""
+    scheme, mark, rest = url.partition("://")
+    path = min((rest.find(c) for c in "/?#" if c in rest), default=len(rest))
+    encoded = _NOT_IN_URLS.sub(lambda match: urllib.parse.quote(match[0]), rest[path:])
+    return scheme + mark + rest[:path] + encoded
 
 
 def _ns(name: str, seconds: float) -> int:

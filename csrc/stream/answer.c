@@ -1,8 +1,13 @@
-/* Storing an answer: its header, its frames, one row per event and one per read. Used by both carriers (plain.c, libcurl.c). */
+/* Checking and storing an answer: its header, its frames, one row per event and one per read.
+ *
+ * The checks are for what libcurl accepts and where leniency guesses the length of a body (RFC 9112 5 and 6): a space before a colon,
+ * folded fields, control characters, lengths that are not plain numbers, two lengths, a length together with a transfer coding, codings
+ * other than chunked, a switch of protocols. */
 #define _GNU_SOURCE
 #include "parts.h"
+#include "text.h"
 
-enum { ANSWER_HEAD_BYTES = HTTP1_MAX_HEAD }; /* libcurl ends a transfer at 300 KB, as if the connection had broken */
+enum { ANSWER_HEAD_BYTES = 256 << 10, LENGTH_DIGITS = 18 }; /* libcurl ends a transfer at 300 KB, as if the connection had broken */
 
 void answer_first_byte(struct transfer *t)
 {
@@ -16,29 +21,111 @@ void answer_first_byte(struct transfer *t)
     t->last_read_ns = c->now_ns;
 }
 
-/* RFC 9112 4: "HTTP/1.1 200", or "HTTP/2 200" as libcurl writes it. */
-static bool is_final_status(const char *line, size_t size)
+/* ---- the head */
+
+static bool is_digit(char c)
 {
-    const char *space = memchr(line, ' ', size);
-    return space && (size_t)(space - line) + 1 < size && space[1] != '1';
+    return c >= '0' && c <= '9';
+}
+
+/* Read a status line (RFC 9112 4): "HTTP/1.1 200 OK", or "HTTP/2 200" as libcurl writes it. Returns what is wrong with it, or NULL. */
+static const char *read_status(struct transfer *t, struct text line)
+{
+    static const char *const versions[] = {"HTTP/1.1 ", "HTTP/1.0 ", "HTTP/2 "};
+    size_t known = t->client->plan->http == PLAN_HTTP_1_1 ? 2 : 3;
+    size_t version = 0;
+    while (version < known && !text_begins(line, versions[version]))
+        version++;
+    size_t at = version < known ? strlen(versions[version]) : line.size;
+    bool three_digits = at + 3 <= line.size && is_digit(line.at[at]) && is_digit(line.at[at + 1]) && is_digit(line.at[at + 2]);
+    if (!three_digits || (at + 3 < line.size && line.at[at + 3] != ' '))
+        return "the answer is not HTTP/1.0 or HTTP/1.1";
+    if (memcmp(line.at + at, "101", 3) == 0)
+        return "the server switched to a protocol that was not requested";
+    size_t all_size = t->head.all_size;
+    t->head = (struct head){.has_status = true, .final = line.at[at] != '1', .http_1_0 = version == 1, .all_size = all_size};
+    t->header.size = 0; /* of a 1xx answer that was received before this one */
+    return NULL;
+}
+
+static const char *read_length(struct head *head, struct text value)
+{
+    static const char *const malformed = "the answer's Content-Length is malformed or contradicts itself";
+    int64_t length = 0;
+    if (value.size == 0 || value.size > LENGTH_DIGITS || head->chunked)
+        return malformed;
+    for (size_t i = 0; i < value.size; i++) {
+        if (!is_digit(value.at[i]))
+            return malformed;
+        length = length * 10 + (value.at[i] - '0');
+    }
+    if (head->has_length && head->length != length)
+        return malformed;
+    head->has_length = true;
+    head->length = length;
+    return NULL;
+}
+
+static const char *read_coding(struct head *head, struct text value)
+{
+    if (head->has_length)
+        return "the answer's Content-Length is malformed or contradicts itself";
+    if (head->chunked || head->http_1_0 || !text_is(value, "chunked"))
+        return "the answer's Transfer-Encoding is not plainly chunked";
+    head->chunked = true;
+    return NULL;
+}
+
+/* Read a field of a head or of the trailers. Returns what is wrong with it, or NULL. */
+static const char *read_field(struct head *head, struct text line)
+{
+    size_t name = 0;
+    while (name < line.size && text_is_tchar(line.at[name]))
+        name++;
+    bool well_formed = name > 0 && name < line.size && line.at[name] == ':';
+    for (size_t i = name; i < line.size; i++)
+        well_formed &= ((unsigned char)line.at[i] >= ' ' || line.at[i] == '\t') && line.at[i] != 0x7f;
+    if (!well_formed)
+        return "the answer has a malformed header field";
+    if (head->ended) /* a trailer cannot change the framing */
+        return NULL;
+    struct text key = {line.at, name};
+    struct text value = text_trimmed((struct text){line.at + name + 1, line.size - name - 1});
+    head->secret = text_is(key, "set-cookie");
+    if (text_is(key, "content-length"))
+        return read_length(head, value);
+    return text_is(key, "transfer-encoding") ? read_coding(head, value) : NULL;
+}
+
+static struct text without_end(const char *line, size_t size)
+{
+    if (size && line[size - 1] == '\n')
+        size--;
+    if (size && line[size - 1] == '\r')
+        size--;
+    return (struct text){line, size};
 }
 
 bool answer_line(struct transfer *t, const char *line, size_t size)
 {
-    if (size > ANSWER_HEAD_BYTES - t->head_bytes) {
+    struct head *head = &t->head;
+    if (size > ANSWER_HEAD_BYTES - head->all_size) {
         t->cause = CAUSE_HEAD_SIZE;
         return false;
     }
-    t->head_bytes += size;
-    if (t->head_ended && t->final_head) /* a trailer */
-        return true;
-    if (!t->header.size || t->head_ended) { /* a status line; a 1xx answer may have been received before this one */
-        t->header.size = 0;
-        t->head_ended = false;
-        t->final_head = is_final_status(line, size);
-    }
-    t->head_ended = size && (line[0] == '\n' || (size > 1 && line[0] == '\r' && line[1] == '\n'));
-    if (text_begins((struct text){line, size}, "set-cookie:")) /* a secret that nothing needs */
+    head->all_size += size;
+    struct text text = without_end(line, size);
+    bool trailers = head->ended && head->final;
+    head->secret = false; /* what nothing needs */
+    if (!trailers && (!head->has_status || head->ended))
+        t->fault = read_status(t, text);
+    else if (text.size)
+        t->fault = read_field(head, text);
+    else
+        head->ended = true;
+    if (t->fault)
+        return false;
+    if (trailers || head->secret)
         return true;
     if (vector_add(&t->header, line, size)) {
         t->client->no_memory = true;
@@ -46,6 +133,8 @@ bool answer_line(struct transfer *t, const char *line, size_t size)
     }
     return true;
 }
+
+/* ---- the body */
 
 /* Events that one read completed share its stamp: set the flag in the rows written so far. */
 static void flag_merged(const struct transfer *t)
@@ -117,7 +206,6 @@ static bool is_type(const char *type, const char *expected)
 /* Servers are lenient about the content type of an event stream, but not about that of an error page or of newline-delimited JSON. */
 void answer_begin_body(struct transfer *t, int status, const char *type)
 {
-    t->status = status;
     t->framer.lines = is_type(type, "application/x-ndjson") || is_type(type, "application/ndjson") || is_type(type, "application/jsonl");
     /* is_type compares a prefix: application/jsonl begins with application/json */
     bool other = is_type(type, "application/json") || is_type(type, "text/html");

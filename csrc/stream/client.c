@@ -1,4 +1,4 @@
-/* The loop: epoll over the sockets of both carriers.
+/* The loop: epoll over the sockets of all requests.
  *
  * Starts, timeouts, libcurl's timer and the deadline share one timerfd, which is set to the earliest; nothing polls. Sockets are handled
  * between two starts, so that a burst of requests does not delay the answers to its first ones.
@@ -15,21 +15,6 @@
 #include <unistd.h>
 
 enum { WAKE_EVENTS = 64 };
-
-/* ---- requests */
-
-static const struct carrier *carrier_of(const struct plan *plan, const struct request *request)
-{
-    bool plain = request->origin && plan->http == PLAN_HTTP_1_1 && !plan->proxy;
-    return plain ? &carrier_plain : &carrier_libcurl;
-}
-
-static void handle_socket(struct client *c, int fd, uint32_t events)
-{
-    const struct socket_state *socket = client_socket(c, fd);
-    const struct carrier *carrier = socket && socket->carrier ? socket->carrier : &carrier_libcurl;
-    carrier->ready(c, fd, events);
-}
 
 /* ---- times of the plan */
 
@@ -73,9 +58,9 @@ static void start_next(struct client *c)
     uint32_t index = c->order[c->next++];
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
-    const struct carrier *carrier = carrier_of(c->plan, &c->plan->requests[index].request);
-    struct transfer *t = transfer_begin(c, index, carrier);
-    if (!t || !carrier->begin(t)) {
+    multi_drop_stale(c);
+    struct transfer *t = transfer_new(c, index);
+    if (!t || !handle_begin(t)) {
         c->no_memory = true;
         return;
     }
@@ -181,7 +166,7 @@ static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
             if (was_interrupted(c))
                 return false;
         } else {
-            handle_socket(c, fd, events[i].events);
+            multi_ready(c, fd, events[i].events);
         }
     }
     return true;
@@ -278,7 +263,8 @@ static int open_all(struct client *c)
 {
     c->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     c->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
-    if (c->epoll_fd < 0 || c->timer_fd < 0 || !watch(c, c->timer_fd))
+    c->idle_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (c->epoll_fd < 0 || c->idle_fd < 0 || c->timer_fd < 0 || !watch(c, c->timer_fd))
         return PLAN_NO_EPOLL;
     if ((c->plan->cancel_fd >= 0 && !watch(c, c->plan->cancel_fd)) || (c->plan->signal_fd >= 0 && !watch(c, c->plan->signal_fd)))
         return PLAN_NO_EPOLL;
@@ -292,6 +278,7 @@ int plan_run(const struct plan *plan, struct plan_result *result)
         .result = result,
         .epoll_fd = -1,
         .timer_fd = -1,
+        .idle_fd = -1,
         .curl_due_ns = INT64_MAX,
         .check_due_ns = INT64_MAX,
         .armed_ns = INT64_MAX,
@@ -319,18 +306,15 @@ int plan_run(const struct plan *plan, struct plan_result *result)
 
 cleanup:
     priority_restore(&priority);
-    plain_close_idle(&c);
     if (c.multi)
         curl_multi_cleanup(c.multi);
     free(c.order);
     free(c.buffer);
     vector_free(&c.sockets);
-    if (c.timer_fd >= 0)
-        close(c.timer_fd);
-    if (c.epoll_fd >= 0)
-        close(c.epoll_fd);
-    if (early >= 0)
-        close(early);
+    int opened[] = {c.timer_fd, c.epoll_fd, c.idle_fd, early};
+    for (size_t i = 0; i < sizeof opened / sizeof *opened; i++)
+        if (opened[i] >= 0)
+            close(opened[i]);
     return status;
 }
 

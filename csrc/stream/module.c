@@ -276,6 +276,18 @@ PyDoc_STRVAR(run_doc,
              "requests: tuple of (url, method, ((name, value), ...), body or None, start_ns, timeout_ns, idle_ns).\n"
              "The GIL is released from start to end. The first five results are Blocks; see annie_quant.stream.");
 
+/* A path as os.fsencode gives it, or None. */
+static int read_path(PyObject *object, void *path)
+{
+    char *bytes;
+    if (object == Py_None)
+        return 1;
+    if (PyBytes_AsStringAndSize(object, &bytes, NULL)) /* also refuses a NUL */
+        return 0;
+    *(const char **)path = bytes;
+    return 1;
+}
+
 static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 {
     static char *names[] = {"requests",
@@ -304,10 +316,10 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     PyObject *rows, *out = NULL;
     Py_ssize_t concurrency, max_event_bytes, max_answer_bytes, max_answer_events;
     int fresh, stamps, realtime, verify;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniiiippppzzzz", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniiiippppO&zO&z", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
                                      &max_event_bytes, &max_answer_bytes, &max_answer_events, &plan.cancel_fd, &plan.signal_fd,
-                                     &plan.forward_fd, &plan.http, &fresh, &stamps, &realtime, &verify, &plan.unix_socket, &plan.proxy,
-                                     &plan.ca_file, &user_agent))
+                                     &plan.forward_fd, &plan.http, &fresh, &stamps, &realtime, &verify, read_path, &plan.unix_socket, &plan.proxy,
+                                     read_path, &plan.ca_file, &user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");

@@ -7,6 +7,44 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+enum { STALE_EVENTS = 16 };
+
+/* ---- connections that no request uses
+ *
+ * What arrives on one belongs to no request. libcurl before 8.0 reuses it, and takes these bytes for the next answer; so it is shut down,
+ * which libcurl notices. In HTTP/2 such bytes are frames of the connection. */
+
+static void watch_idle(struct client *c, int fd)
+{
+    struct socket_state *socket = client_socket(c, fd);
+    struct epoll_event event = {.events = EPOLLIN, .data.fd = fd};
+    if (socket && socket->open && c->plan->http == PLAN_HTTP_1_1)
+        socket->idle = epoll_ctl(c->idle_fd, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static void forget_idle(struct client *c, int fd)
+{
+    struct socket_state *socket = client_socket(c, fd);
+    if (!socket || !socket->idle)
+        return;
+    epoll_ctl(c->idle_fd, EPOLL_CTL_DEL, fd, NULL);
+    socket->idle = false;
+}
+
+void multi_drop_stale(struct client *c)
+{
+    struct epoll_event events[STALE_EVENTS];
+    for (int count; (count = epoll_wait(c->idle_fd, events, STALE_EVENTS, 0)) > 0;) {
+        for (int i = 0; i < count; i++) {
+            int fd = events[i].data.fd;
+            forget_idle(c, fd);
+            shutdown(fd, SHUT_RDWR);
+            while (recv(fd, c->buffer, READ_BYTES, MSG_DONTWAIT) > 0) {
+            }
+        }
+    }
+}
+
 /* ---- libcurl's callbacks */
 
 static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void *known)
@@ -15,8 +53,10 @@ static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void
     struct transfer *t = NULL;
     if (what == CURL_POLL_REMOVE) {
         epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
+        watch_idle(c, fd);
         return 0;
     }
+    forget_idle(c, fd);
     struct epoll_event event = {.data.fd = fd};
     if (what & CURL_POLL_IN)
         event.events |= EPOLLIN;
@@ -45,6 +85,10 @@ static int on_timer(CURLM *multi, long timeout_ms, void *context)
 bool multi_open(struct client *c)
 {
     c->multi = curl_multi_init();
+#if LIBCURL_VERSION_NUM >= 0x081400
+    if (c->multi)
+        curl_multi_setopt(c->multi, CURLMOPT_QUICK_EXIT, 1L); /* as CURLOPT_QUICK_EXIT in handle.c */
+#endif
     return c->multi && curl_multi_setopt(c->multi, CURLMOPT_SOCKETFUNCTION, on_socket) == CURLM_OK &&
            curl_multi_setopt(c->multi, CURLMOPT_SOCKETDATA, c) == CURLM_OK &&
            curl_multi_setopt(c->multi, CURLMOPT_TIMERFUNCTION, on_timer) == CURLM_OK &&
@@ -63,7 +107,7 @@ static void handle_finished(struct client *c)
         struct transfer *t = NULL;
         CURLcode code = message->data.result;
         curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
-        t->done(t, code);
+        receive_done(t, code);
     }
 }
 
@@ -109,7 +153,7 @@ void multi_ready(struct client *c, int fd, uint32_t events)
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
     c->now_errno = 0;
-    if (socket && socket->carrier && (events & EPOLLIN)) {
+    if (socket && socket->open && (events & EPOLLIN)) {
         socket->last_read_ns = c->now_ns;
         if (socket->stamped && !(events & EPOLLERR))
             stamp_socket(c, fd, socket);

@@ -19,6 +19,6 @@ bool priority_raise(struct priority *p)
 void priority_restore(const struct priority *p)
 {
     struct sched_param none = {.sched_priority = 0};
-    if (p->raised)
-        sched_setscheduler(0, p->policy, &none);
+    if (p->raised && sched_setscheduler(0, p->policy, &none) != 0)
+        sched_setscheduler(0, p->policy | SCHED_RESET_ON_FORK, &none); /* without CAP_SYS_NICE the flag cannot be removed (sched(7)) */
 }

@@ -1,11 +1,10 @@
-/* The request of request.h. URLs are parsed by libcurl, so that both carriers read a URL in the same way. */
+/* The request of request.h. */
 #define _GNU_SOURCE
 #include "request.h"
 
-#include <curl/curl.h>
 #include <stdio.h>
 
-enum { HOST_BYTES = 256, LENGTH_DIGITS = 20 };
+enum { LENGTH_DIGITS = 20 };
 
 const char *request_explain(int status)
 {
@@ -178,57 +177,6 @@ static bool add_fields(const struct request_spec *q, struct request *r)
     return ok;
 }
 
-static bool is_visible_ascii(const char *text)
-{
-    while (*text > ' ' && *text < 0x7f)
-        text++;
-    return *text == 0;
-}
-
-static bool join(char **result, const char *a, const char *between, const char *b)
-{
-    size_t size = strlen(a) + strlen(between) + strlen(b) + 1;
-    *result = malloc(size);
-    if (*result)
-        snprintf(*result, size, "%s%s%s", a, between, b);
-    return *result != NULL;
-}
-
-/* Fill in origin, host and target, or none of them: URLs that cannot be used here, international names among them, are left to libcurl,
- * which encodes or explains them. */
-static bool split_url(struct request *r)
-{
-    char *host = NULL, *port = NULL, *path = NULL, *query = NULL, *user = NULL, *zone = NULL;
-    bool ok = true;
-    if (!text_begins((struct text){r->url, strlen(r->url)}, "http://"))
-        return true;
-    CURLU *parts = curl_url();
-    if (!parts)
-        return false;
-    if (curl_url_set(parts, CURLUPART_URL, r->url, CURLU_URLENCODE) || curl_url_get(parts, CURLUPART_HOST, &host, 0) ||
-        curl_url_get(parts, CURLUPART_PORT, &port, CURLU_DEFAULT_PORT) || curl_url_get(parts, CURLUPART_PATH, &path, 0))
-        goto out;
-    curl_url_get(parts, CURLUPART_QUERY, &query, 0);
-    curl_url_get(parts, CURLUPART_USER, &user, 0);
-    curl_url_get(parts, CURLUPART_ZONEID, &zone, 0);
-    bool usable = !user && !zone && strlen(host) < HOST_BYTES && path[0] == '/' && is_visible_ascii(host) && is_visible_ascii(path) &&
-                  (!query || is_visible_ascii(query));
-    if (!usable)
-        goto out;
-    bool usual = strcmp(port, "80") == 0;
-    ok = join(&r->origin, host, ":", port) && join(&r->host, host, usual ? "" : ":", usual ? "" : port) &&
-         join(&r->target, path, query ? "?" : "", query ? query : "");
-out:
-    curl_free(host);
-    curl_free(port);
-    curl_free(path);
-    curl_free(query);
-    curl_free(user);
-    curl_free(zone);
-    curl_url_cleanup(parts);
-    return ok;
-}
-
 int request_normalise(const struct request_spec *q, struct request *r, size_t *at)
 {
     memset(r, 0, sizeof *r);
@@ -248,17 +196,13 @@ int request_normalise(const struct request_spec *q, struct request *r, size_t *a
     r->head = is_method(q, "HEAD");
     /* RFC 9110 8.6: a length of 0 is stated if the method usually has a body. */
     r->states_length = q->body || is_method(q, "POST") || is_method(q, "PUT") || is_method(q, "PATCH");
-    r->has_host = has_field(q, "Host");
     r->has_type = has_field(q, "Content-Type");
-    return add_fields(q, r) && split_url(r) ? REQUEST_OK : REQUEST_NO_MEMORY;
+    return add_fields(q, r) ? REQUEST_OK : REQUEST_NO_MEMORY;
 }
 
 void request_free(struct request *r)
 {
     vector_free(&r->fields);
-    free(r->origin);
-    free(r->host);
-    free(r->target);
     memset(r, 0, sizeof *r);
 }
 
@@ -270,23 +214,4 @@ bool request_next_field(const struct request *r, size_t *at, const char **name, 
     *value = *name + strlen(*name) + 1;
     *at += strlen(*name) + strlen(*value) + 2;
     return true;
-}
-
-static bool add_text(struct vector *head, const char *text)
-{
-    return vector_add(head, text, strlen(text)) == 0;
-}
-
-bool request_write_head(const struct request *r, struct vector *head)
-{
-    char length[sizeof "Content-Length: \r\n" + LENGTH_DIGITS] = "";
-    if (r->states_length)
-        snprintf(length, sizeof length, "Content-Length: %zu\r\n", r->body_size);
-    bool ok = add_text(head, r->method) && add_text(head, " ") && add_text(head, r->target) && add_text(head, " HTTP/1.1\r\n");
-    if (ok && !r->has_host)
-        ok = add_text(head, "Host: ") && add_text(head, r->host) && add_text(head, "\r\n");
-    const char *name, *value;
-    for (size_t at = 0; ok && request_next_field(r, &at, &name, &value);)
-        ok = add_text(head, name) && add_text(head, *value ? ": " : ":") && add_text(head, value) && add_text(head, "\r\n");
-    return ok && add_text(head, length) && add_text(head, "\r\n");
 }

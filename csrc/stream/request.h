@@ -1,8 +1,8 @@
-/* One request as it is sent. It is checked and completed once, before the run, and both carriers (plain.c, libcurl.c) send its result.
+/* One request as it is sent. It is checked and completed once, before the run, and libcurl sends the result.
  *
  * Method and field names are tokens (RFC 9110 5.6.2). No text may have a control byte, so that nothing in it can end a line and begin a
  * second request. The length of the body is stated here only. Fields that concern one connection (RFC 9110 7.6.1) are refused, because
- * the carriers decide about connections. Names are compared without regard to case, and each may be given once.
+ * the client decides about connections. Names are compared without regard to case, and each may be given once.
  */
 #ifndef AQ_STREAM_REQUEST_H
 #define AQ_STREAM_REQUEST_H
@@ -53,19 +53,14 @@ struct request {
     size_t body_size;
     bool head;          /* HEAD: the answer has no body */
     bool states_length; /* the message has a Content-Length */
-    bool has_host, has_type;
-    struct vector fields; /* names and values in turn, each ended by a NUL: how a field is written is the carrier's */
-    char *origin;         /* "host:port" if the URL is plain http without user and zone; else NULL */
-    char *host, *target;  /* with `origin`: the value of Host, and the request target */
+    bool has_type;
+    struct vector fields; /* names and values in turn, each ended by a NUL */
 };
 
 /* Check and complete a request. *at: the index of the field that was refused. Returns a request_status; the result must be freed in any
  * case. */
 int request_normalise(const struct request_spec *spec, struct request *r, size_t *at);
 void request_free(struct request *r);
-
-/* Write the HTTP/1.1 head of a request with an `origin`. Returns false if memory is exhausted. */
-bool request_write_head(const struct request *r, struct vector *head);
 
 /* Read the field at offset *at of `fields`, 0 for the first, and set *at to the next one. Returns false at the end. */
 bool request_next_field(const struct request *r, size_t *at, const char **name, const char **value);

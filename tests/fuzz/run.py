@@ -2,7 +2,7 @@
 
     python tests/fuzz/run.py SECONDS [NAME ...]
 
-C (sse, http1, request): libFuzzer with ASan and UBSan (clang). codec: codec_driver.c with its own generator, ASan and UBSan.
+C (sse, request): libFuzzer with ASan and UBSan (clang). codec: codec_driver.c with its own generator, ASan and UBSan.
 Python (targets.py): atheris (libFuzzer with coverage of Python bytecode) if it can be installed, else mutations of the seeds.
 New inputs are written to build/fuzz/corpus/NAME, failing ones to build/fuzz/crash-*. Exit code 1 if anything failed.
 """
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build/fuzz"
 SITE = BUILD / "site"
-C_TARGETS = {"sse": [], "http1": [], "request": ["-lcurl"]}  # and libraries
+C_TARGETS = ("sse", "request")
 INPUT_BYTES = 4096
 INPUT_S = 60  # an input that takes longer is a finding
 SIMD = re.compile(r"/\* flags for (\w+):(.*)\*/")  # the first line of a SIMD variant
@@ -68,7 +68,7 @@ def c_target(name: str, seconds: int) -> Row:
         "-DLIBFUZZER",
         f"-I{ROOT}/csrc",
     ]
-    subprocess.run(["clang", *flags, *sources, *C_TARGETS[name], "-o", binary], check=True)
+    subprocess.run(["clang", *flags, *sources, "-o", binary], check=True)
     return libfuzzer(name, "libFuzzer", [str(binary)], seconds, [HERE / "corpus" / name])
 
 

@@ -19,9 +19,9 @@ if [ $# = 0 ]; then
     done
     set -- tests/nvfp4/test_formats.py tests/nvfp4/test_pack.py tests/nvfp4/test_search.py \
         tests/nvfp4/test_variants.py tests/nvfp4/test_layout.py tests/nvfp4/test_fake_quant.py tests/nvfp4/test_gemv.py tests/nvfp4/test_kquant_bytes.py \
-        tests/stream/test_apis.py tests/stream/test_decode.py tests/stream/test_framing.py tests/stream/test_http1.py tests/stream/test_run.py \
+        tests/stream/test_decode.py tests/stream/test_framing.py tests/stream/test_http1.py tests/stream/test_run.py \
         tests/stream/test_faults.py tests/stream/test_recorded.py tests/stream/test_reuse.py tests/stream/test_cancel.py tests/stream/test_request.py \
-        tests/stream/test_corpus.py tests/nvfp4/test_kquant_denormal.py --deselect tests/stream/test_run.py::test_nothing_leaks
+        tests/stream/test_routes.py tests/stream/test_loop.py tests/nvfp4/test_kquant_denormal.py --deselect tests/stream/test_loop.py::test_nothing_leaks
 fi
 ANNIE_QUANT_ONLY=_nvfp4,_stream CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -fno-omit-frame-pointer" \
     "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib

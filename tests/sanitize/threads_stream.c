@@ -1,5 +1,4 @@
-/* The streaming client in threads, for ThreadSanitizer: plans that run at once in separate threads, on the client's own connections and
- * on libcurl's, and one that another thread stops. Each must return all that its server sent.
+/* The streaming client in threads, for ThreadSanitizer: plans that run at once in separate threads, and one that another thread stops. Each must return all that its server sent.
  *
  * Built and run by `make tsan`. The server is a few threads in this process, on a port of the loopback. Argument: rounds (10).
  */
@@ -114,15 +113,15 @@ static void run_plan(int http, const char *path, struct stop *stop)
         request_free(&requests[i].request);
 }
 
-static void *run_own(void *unused)
+static void *run_http_1(void *unused)
 {
     for (int i = 0; i < rounds; i++)
         run_plan(PLAN_HTTP_1_1, "/events", NULL);
     return unused;
 }
 
-/* HTTP/2 is requested and not supported by the server: libcurl transfers. */
-static void *run_libcurl(void *unused)
+/* HTTP/2 is requested and not supported by the server. */
+static void *run_http_2(void *unused)
 {
     for (int i = 0; i < rounds; i++)
         run_plan(PLAN_HTTP_2, "/events", NULL);
@@ -162,7 +161,7 @@ int main(int argc, char **argv)
          "the server listens");
     port = ntohs(at.sin_port);
     pthread_create(&server, NULL, serve, NULL);
-    void *(*const parts[])(void *) = {run_own, run_own, run_libcurl, run_libcurl, run_until_stopped, ask_to_stop};
+    void *(*const parts[])(void *) = {run_http_1, run_http_1, run_http_2, run_http_2, run_until_stopped, ask_to_stop};
     for (int i = 0; i < 6; i++)
         pthread_create(&threads[i], NULL, parts[i], &stop);
     for (int i = 0; i < 6; i++)

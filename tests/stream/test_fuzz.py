@@ -1,5 +1,5 @@
-"""The fuzzers of the SSE framer, the HTTP reader and the request writer (tests/fuzz): short runs under ASan and UBSan, the inputs
-stored from long runs, and planted faults, which each fuzzer finds."""
+"""The fuzzers of the SSE framer and of requests (tests/fuzz): short runs under ASan and UBSan, the inputs stored from long runs,
+and planted faults, which each fuzzer finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shared
 from paths import ROOT
 
 CORPUS = ROOT / "tests/fuzz/corpus"
-LIBRARIES = {"sse": (), "http1": (), "request": ("-lcurl",)}
+PARTS = ("sse", "request")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 needs_gcc = pytest.mark.skipif(
     not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not"
@@ -41,7 +41,7 @@ def build(part: str, source: str, fuzzer: Path, *flags: str) -> str:
             shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
         (folder / f"stream/{part}.c").write_text(source)
         files = (fuzzer, folder / f"stream/{part}.c")
-        gcc(*flags, f"-I{folder}", *files, *LIBRARIES[part], "-o", folder / "fuzz")
+        gcc(*flags, f"-I{folder}", *files, "-o", folder / "fuzz")
 
     return str(stored(f"fuzz_{part}", (source, *flags), make) / "fuzz")
 
@@ -51,7 +51,7 @@ def fuzzers() -> dict[str, Path]:
     """The object file of each fuzzer, which the programs with planted faults share."""
 
     def make(folder: Path) -> None:
-        for part in LIBRARIES:
+        for part in PARTS:
             gcc(
                 f"-I{ROOT}/csrc",
                 "-c",
@@ -61,7 +61,7 @@ def fuzzers() -> dict[str, Path]:
             )
 
     folder = stored("fuzzers", (), make)
-    return {part: folder / f"{part}.o" for part in LIBRARIES}
+    return {part: folder / f"{part}.o" for part in PARTS}
 
 
 def original(part: str) -> str:
@@ -69,7 +69,7 @@ def original(part: str) -> str:
 
 
 @needs_gcc
-@pytest.mark.parametrize("part", ["sse", "http1", "request"])
+@pytest.mark.parametrize("part", PARTS)
 def test_under_sanitizers(part: str) -> None:
     fuzz = build(part, original(part), ROOT / f"tests/fuzz/fuzz_{part}.c", *SANITIZERS)
     corpus = sorted(map(str, (CORPUS / part).iterdir()))
@@ -96,16 +96,6 @@ BREAKS = {
             "s->first_line = s->pending.size > 8;",
         ),
     },
-    "http1": {
-        "loses the beginning of a line": ("if (lf && h->pending.size == 0)", "if (lf)"),
-        "does not clear a line that was read": ("h->pending.size = 0; /* its", "; /* its"),
-        "ignores the remaining length": ("size > h->left ?", "size > SIZE_MAX - 1 ?"),
-        "reuses a connection whose body has no end": (
-            "h->keep = false;\n        h->state = TO_END;",
-            "h->state = TO_END;",
-        ),
-        "reads a body after a status without one": ("h->status == 204 ||", ""),
-    },
     "request": {
         "does not check the method": ("if (!is_token(q->method))", "if (!q->method.size)"),
         "allows LF in a value": (
@@ -122,10 +112,6 @@ BREAKS = {
             "if (true)",
         ),
         "allows a coding": ('"Transfer-Encoding",\n', '"Upgrade",\n'),
-        "forgets the blank line": (
-            'add_text(head, length) && add_text(head, "\\r\\n")',
-            "add_text(head, length)",
-        ),
         "refuses a usual name": ("return t.size > 0;", "return t.size > 1;"),
     },
 }

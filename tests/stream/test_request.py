@@ -1,11 +1,10 @@
-"""The request as it is sent: the same on both carriers, one on the wire, and refused before anything is sent if it would not be."""
+"""The request as it is sent: one on the wire, and refused before anything is sent if it would not be."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import ssl
 import subprocess
 import sys
 import textwrap
@@ -24,7 +23,6 @@ _stream = pytest.importorskip(
 
 import annie_quant as aq  # noqa: E402
 
-CARRIERS = ("plain", "libcurl")
 PATH = "/v1/chat/completions"
 
 
@@ -32,15 +30,10 @@ def Request(url: str, **fields) -> aq.stream.Request:
     return aq.stream.Request(url, **{"timeout_s": 5, **fields})
 
 
-def server_of(carrier: str, tls_server: ssl.SSLContext, respond=None) -> RawServer:
-    """Plain HTTP uses the client's own connections; TLS is left to libcurl."""
-    return RawServer(respond or stream(HELLO), tls=tls_server if carrier == "libcurl" else None)
-
-
-def sent(carrier: str, tls_server: ssl.SSLContext, **fields) -> tuple[list[bytes], bytes]:
+def sent(**fields) -> tuple[list[bytes], bytes]:
     """Return the lines of one request's head and its body, as the server read them."""
-    with server_of(carrier, tls_server) as server:
-        record = aq.stream.run([Request(server.url, **fields)], verify_tls=False).records()[0]
+    with RawServer(stream(HELLO)) as server:
+        record = aq.stream.run([Request(server.url, **fields)]).records()[0]
     assert record["error"] is None and len(server.requests) == 1
     head, _, body = server.requests[0].partition(b"\r\n\r\n")
     return head.replace(b":%d" % server.port, b":PORT").split(b"\r\n"), body
@@ -90,26 +83,9 @@ REQUESTS = {
 }
 
 
-def lines_of(lines: list[bytes]) -> list[bytes]:
-    """Return the fields in order of name. libcurl writes Host in its own case."""
-    return sorted(
-        b":".join((name.lower(), value))
-        for name, _, value in (x.partition(b":") for x in lines[1:])
-    )
-
-
-@pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS.keys())
-def test_both_carriers_send_the_same(fields: dict, tls_server: ssl.SSLContext) -> None:
-    lines, body = sent("plain", tls_server, **fields)
-    by_libcurl, same_body = sent("libcurl", tls_server, **fields)
-    assert lines_of(lines) == lines_of(by_libcurl) and body == same_body
-    assert lines[0] == by_libcurl[0]
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_the_fields_of_a_request(carrier: str, tls_server: ssl.SSLContext) -> None:
+def test_the_fields_of_a_request() -> None:
     def fields(**request) -> list[bytes]:
-        lines, _ = sent(carrier, tls_server, **request)
+        lines, _ = sent(**request)
         defaults = (b"Host: 127.0.0.1:PORT", b"Accept: */*")
         return [
             x
@@ -132,10 +108,9 @@ def test_the_fields_of_a_request(carrier: str, tls_server: ssl.SSLContext) -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_value_is_sent_as_it_is(carrier: str, tls_server: ssl.SSLContext) -> None:
+def test_a_value_is_sent_as_it_is() -> None:
     for name in ("values with colons", "values with semicolons"):
-        lines, _ = sent(carrier, tls_server, **REQUESTS[name])
+        lines, _ = sent(**REQUESTS[name])
         assert {f"{n}: {v}".encode() for n, v in REQUESTS[name]["headers"].items()} <= set(lines)
 
 
@@ -177,16 +152,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED.keys())
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_what_is_not_one_request_is_refused(
-    carrier: str, fields: dict, words: str, tls_server: ssl.SSLContext
-) -> None:
-    with server_of(carrier, tls_server) as server:
+def test_what_is_not_one_request_is_refused(fields: dict, words: str) -> None:
+    with RawServer(stream(HELLO)) as server:
         good = Request(server.url)
         with pytest.raises(ValueError, match=rf"request 1: .*{words}") as raised:
-            aq.stream.run([good, Request(server.url, **fields)], verify_tls=False)
+            aq.stream.run([good, Request(server.url, **fields)])
         with pytest.raises(ValueError, match="request 1: "):  # before the warm-up
-            aq.stream.run([good, Request(server.url, **fields)], warmup=[good], verify_tls=False)
+            aq.stream.run([good, Request(server.url, **fields)], warmup=[good])
         time.sleep(0.05)
         assert isinstance(raised.value, aq.errors.UsageError) and "\n" not in str(raised.value)
         assert server.connections == 0, "nothing was sent"
@@ -237,18 +209,15 @@ def test_limits_that_are_refused() -> None:
     assert aq.stream.run([], max_event_bytes=(1 << 32) - 1).records() == []
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize(
     "length", [b"Content-Length: 99\r\n", b"Transfer-Encoding: chunked\r\n", b""]
 )
-def test_head_ends_with_its_head(carrier: str, length: bytes, tls_server: ssl.SSLContext) -> None:
+def test_head_ends_with_its_head(length: bytes) -> None:
     """The server keeps the connection and sends no body, as RFC 9110 9.3.2 requires."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + length + b"\r\n"
-    with server_of(
-        carrier, tls_server, lambda connection, request: connection.sendall(head)
-    ) as server:
+    with RawServer(lambda connection, request: connection.sendall(head)) as server:
         began = time.monotonic()
-        timings = aq.stream.run([Request(server.url, method="HEAD")] * 2, verify_tls=False)
+        timings = aq.stream.run([Request(server.url, method="HEAD")] * 2)
         assert time.monotonic() - began < 4.5, "it hung until its limit of 5 s"
     assert [int(r["cause"]) for r in timings.requests] == [0, 0] and timings.requests[
         "status"
@@ -265,8 +234,7 @@ text = st.one_of(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext) -> None:
+def test_never_two_requests_on_the_wire() -> None:
     """Any texts as method, path, header names and values, and body. The server's parser is not the one under test."""
     received: list[bytes] = []
 
@@ -274,7 +242,7 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
         received.append(request)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
-    with server_of(carrier, tls_server, respond) as server:
+    with RawServer(respond) as server:
 
         @settings(
             max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck)
@@ -294,7 +262,7 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
                 server.url + path, method=method, headers=headers, body=raw, timeout_s=2
             )
             try:
-                aq.stream.run([request], verify_tls=False, realtime=False)
+                aq.stream.run([request], realtime=False)
             except ValueError:
                 assert received == []
                 return

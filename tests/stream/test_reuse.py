@@ -1,4 +1,4 @@
-"""Connections that are used again: bytes that no request asked for, requests that are sent twice, passed descriptors, NO_PROXY."""
+"""Connections that are used again: bytes that no request asked for, passed descriptors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import json
 import signal
 import socket
-import ssl
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, reset, stream
+from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
 _stream = pytest.importorskip(
     "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
@@ -102,41 +101,6 @@ def test_bytes_after_an_answer_that_fills_a_read(extra: bytes) -> None:
     assert [r["text"] for r in records] == ["0", "1", "2"] and server.connections == 2
 
 
-# ---- a request that is sent twice
-
-
-@pytest.mark.parametrize("carrier", ["plain", "libcurl"])
-def test_a_request_that_was_sent_again_has_a_warning(
-    carrier: str, tls_server: ssl.SSLContext
-) -> None:
-    """The server ends the reused connection 0.2 s after the second request, without an answer."""
-    requests = 0
-
-    def respond(connection: socket.socket, request: bytes) -> None:
-        nonlocal requests
-        requests += 1
-        if requests == 2:
-            time.sleep(0.2)
-            reset(connection)
-        else:
-            stream(HELLO)(connection, request)
-
-    with RawServer(respond, tls=tls_server if carrier == "libcurl" else None) as server:
-        timings = aq.stream.run(requests_of(server.url, 2), verify_tls=False)
-    first, second = timings.records()
-    assert (
-        requests == 3
-        and second["error"] is None
-        and second["status"] == 200
-        and second["text"] == "Hello there."
-    )
-    assert timings.requests["os_errno"].tolist() == [0, 0] and timings.requests["resent_us"][0] == 0
-    assert 200_000 <= timings.requests["resent_us"][1] <= second["e2e_ms"] * 1e3
-    assert first["warnings"] == [] and ["sent again after 2" in w for w in second["warnings"]] == [
-        True
-    ]
-
-
 def test_a_recording_without_the_column_is_read(tmp_path: Path) -> None:
     from numpy.lib import recfunctions
 
@@ -165,17 +129,3 @@ def test_descriptors_that_a_unix_socket_passes_are_closed(tmp_path: Path) -> Non
         time.sleep(0.1)  # the server's thread closes its own
     assert [r["text"] for r in records] == ["Hello there."] * 20
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
-
-
-# ---- the environment
-
-
-@pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
-def test_a_proxy_is_used_for_every_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RawServer(stream(HELLO)) as proxy, RawServer(stream(HELLO)) as server:
-        monkeypatch.setenv(name, "127.0.0.1,*")
-        records = aq.stream.run(
-            requests_of(server.url, 2), proxy=f"http://127.0.0.1:{proxy.port}"
-        ).records()
-    assert [r["text"] for r in records] == ["Hello there."] * 2
-    assert (len(proxy.requests), len(server.requests)) == (2, 0)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import ssl
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -18,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from randomised import examples
 from replay_server import ReplayServer
-from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
+from stream_server import HEAD, HELLO, RawServer, chunk, event, stream
 
 _stream = pytest.importorskip(
     "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
@@ -159,95 +154,6 @@ def test_http_2_falls_back_if_the_server_does_not_support_it(tls_server: ssl.SSL
             [Request(server.url, json={})], http="2", verify_tls=False
         ).records()[0]
     assert (record["text"], record["http_version"]) == ("Hello there.", "1.1")
-
-
-def test_http_2_with_a_server_that_supports_it(certificate: Path) -> None:
-    """The frames of RFC 9113 written by hand: settings, headers and data of two streams on one connection."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    context.set_alpn_protocols(["h2"])
-
-    def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-        return (
-            len(payload).to_bytes(3, "big")
-            + bytes([kind, flags])
-            + number.to_bytes(4, "big")
-            + payload
-        )
-
-    def take(connection, size: int) -> bytes:
-        held = b""
-        while len(held) < size:
-            got = connection.recv(size - len(held))
-            if not got:
-                raise ConnectionError
-            held += got
-        return held
-
-    # :status 200 from the static table; content-type: text/event-stream as a literal (RFC 7541, index 31)
-    headers = b"\x88" + b"\x0f\x10" + bytes([17]) + b"text/event-stream"
-
-    class H2(RawServer):
-        def _serve(self, connection) -> None:
-            with connection, self.tls.wrap_socket(connection, server_side=True) as secure:
-                take(secure, 24)
-                secure.sendall(frame(4, 0, 0))
-                while True:
-                    try:
-                        head = take(secure, 9)
-                        take(secure, int.from_bytes(head[:3], "big"))
-                    except OSError:
-                        return
-                    number = int.from_bytes(head[5:], "big")
-                    if head[3] == 4 and not head[4] & 1:
-                        secure.sendall(frame(4, 1, 0))
-                    if head[3] in (0, 1) and head[4] & 1:  # the end of a request
-                        secure.sendall(frame(1, 4, number, headers))
-                        for piece in HELLO:
-                            secure.sendall(frame(0, 0, number, piece))
-                        secure.sendall(frame(0, 1, number))
-
-    with H2(None, tls=context) as server:
-        records = aq.stream.run(
-            [Request(server.url, json={})] * 4, 2, http="2", verify_tls=False
-        ).records()
-        assert server.connections <= 2
-    assert [(r["text"], r["error"], r["http_version"]) for r in records] == [
-        ("Hello there.", None, "2")
-    ] * 4
-
-
-def test_environment_proxies_are_not_used(monkeypatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with RawServer(stream(HELLO)) as server:
-        assert aq.stream.run([Request(server.url, json={})]).records()[0]["error"] is None
-        proxied = aq.stream.run(
-            [Request("http://no-such.invalid/x", json={})], proxy=server.url
-        ).records()[0]
-    assert (
-        proxied["text"] == "Hello there."
-        and b"POST http://no-such.invalid/x" in server.requests[-1]
-    )
-
-
-def test_two_plans_in_two_threads() -> None:
-    results: dict[int, aq.stream.Timings] = {}
-
-    def work(number: int, url: str) -> None:
-        results[number] = aq.stream.run(
-            [Request(url, json={}, tag=(number, i)) for i in range(200)], concurrency=8
-        )
-
-    with RawServer(stream(HELLO)) as server:
-        threads = [threading.Thread(target=work, args=(n, server.url)) for n in range(2)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    for number, timings in results.items():
-        records = timings.records()
-        assert [r["tag"] for r in records] == [(number, i) for i in range(200)]
-        assert {(r["text"], r["error"]) for r in records} == {("Hello there.", None)}
 
 
 def test_the_gil_is_free_during_a_run() -> None:
@@ -407,77 +313,3 @@ def test_pandas_uses_the_same_memory() -> None:
     frame = timings.to_pandas()
     assert np.shares_memory(frame["user_ns"].to_numpy(), timings.events)
     assert list(timings.to_pandas("records")["text"]) == ["Hello there."]
-
-
-LEAK = """
-    import os, resource, sys
-    import annie_quant as aq
-    def rss_kb():
-        return int(open("/proc/self/statm").read().split()[1]) * 4
-    def thousand():
-        aq.stream.run([aq.stream.Request(sys.argv[1], body=b"{}") for _ in range(1000)], concurrency=16)
-    thousand()
-    before, fds = rss_kb(), len(os.listdir("/proc/self/fd"))
-    for _ in range(int(sys.argv[2]) // 1000 - 1):
-        thousand()
-    print(rss_kb() - before, len(os.listdir("/proc/self/fd")) - fds)
-"""
-
-
-def test_nothing_leaks() -> None:
-    """Ten thousand requests, or ANNIE_QUANT_LEAK: memory and descriptors do not grow after the first thousand."""
-    count = int(os.environ.get("ANNIE_QUANT_LEAK", "10000"))
-    with RawServer(stream([event({"content": "a"}, "stop") + DONE])) as server:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(LEAK), server.url, str(count)],
-            capture_output=True,
-            text=True,
-            timeout=80 + count // 200,
-        )
-    assert done.returncode == 0, done.stderr
-    grown_kb, fds = map(int, done.stdout.split())
-    print(f"{count} requests: {grown_kb} kB more, {fds} descriptors more")
-    assert grown_kb < 1500 and fds == 0, (grown_kb, fds)
-
-
-POLICY = """
-    import os, sys, threading
-    import annie_quant as aq
-    during, done = set(), threading.Event()
-    def watch():
-        while not done.is_set():
-            during.update(os.sched_getscheduler(int(t)) & ~os.SCHED_RESET_ON_FORK for t in os.listdir("/proc/self/task"))
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    timings = aq.stream.run([aq.stream.Request(sys.argv[1])])
-    done.set()
-    watcher.join()
-    asked_not = aq.stream.run([aq.stream.Request(sys.argv[1])], realtime=False)
-    print(timings.realtime, timings.records()[0]["realtime"], asked_not.realtime, os.SCHED_FIFO in during,
-          os.sched_getscheduler(0) == os.SCHED_OTHER, timings.records()[0]["text"])
-"""
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("setpriv"), reason="root gives and takes the right to it"
-)
-@pytest.mark.parametrize("who", ["allowed", "not allowed"])
-def test_the_loop_uses_a_real_time_priority_and_reports_it(who: str) -> None:
-    def respond(connection, request) -> None:
-        time.sleep(0.05)
-        stream(HELLO)(connection, request)
-
-    with RawServer(respond) as server:
-        command = [sys.executable, "-c", textwrap.dedent(POLICY), server.url]
-        if who == "not allowed":
-            command = ["setpriv", "--bounding-set=-sys_nice", "prlimit", "--rtprio=0", *command]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    had = str(who == "allowed" and may_be_realtime())
-    assert done.stdout.split(None, 5) == [had, had, "False", had, "True", "Hello there.\n"]
-
-
-def may_be_realtime() -> bool:
-    """Containers may not permit it, even for root."""
-    ask = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True).returncode == 0

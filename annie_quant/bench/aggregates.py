@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from annie_quant import documents
-from annie_quant.bench import machine, memory, stability
+from annie_quant.bench import machine
 from annie_quant.bench.cliffs import cliff_findings, measured_ladders
 from annie_quant.bench.confounds import find_confounds, impossible, stalls
-from annie_quant.bench.findings import depth_findings, drift_findings, growth_findings
+from annie_quant.bench.noise import noise_floors, set_noise
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
 from annie_quant.bench.run_folder import read_records, read_unanswered, valid_records
 from annie_quant.core.errors import UsageError
@@ -30,7 +30,6 @@ from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
 from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval
 
-Values = dict[Hashable, list[float]]
 CheckedPrompts = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 
 # R28 and R29: on the median of requests with no other in flight, thinking off.
@@ -61,11 +60,14 @@ def aggregate(
         raise UsageError(problem, f"annie-quant bench ... --output {root}") from error
     if stated is not None and stated.names:
         bench.config.roles = stated
-    records = valid_records(every)
-    state = machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup])
-    measured = bench.memory, bench.ended, stored_reference(root), memory.read_traces(root), state
     return aggregate_records(
-        [*records, *read_unanswered(root)], bench.config, bench.backends, *measured
+        [*valid_records(every), *read_unanswered(root)],
+        bench.config,
+        bench.backends,
+        bench.memory,
+        bench.ended,
+        stored_reference(root),
+        machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup]),
     )
 
 
@@ -76,7 +78,6 @@ def aggregate_records(
     levels: Mapping[str, documents.MemoryLevels] | None = None,
     ended: documents.Ended | None = None,
     reference: Sequence[documents.RequestRecord] = (),
-    traces: Mapping[str, memory.Trace] | None = None,
     state: documents.MachineState | None = None,
 ) -> documents.Aggregates:
     """Aggregate the records of a benchmark.
@@ -86,66 +87,70 @@ def aggregate_records(
     levels: measured memory, by backend
     ended: how the run ended; a run that left out requests is a caveat
     reference: bf16's records of an earlier run, with which all sides are compared where none of them is bf16
-    traces: memory over the run, by backend
     state: of the machine over the run
     """
-    levels = levels or {}
+    names = list(identities)
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
-    roles = decision.assign(list(identities), formats, config.roles)
-    slopes = {name: memory.growth(trace, config.seed) for name, trace in (traces or {}).items()}
-    growths = {name: slope for name, slope in slopes.items() if slope}
+    roles = decision.assign(names, formats, config.roles)
     measured = [r for r in records if not r.warmup]
-    fit = timed(measured)
+    own_measured = documents.by_backend(measured, names)
+    timed_records = timed(measured)
+    own_timed = documents.by_backend(timed_records, names)
     served = {}
     for name, identity in identities.items():
-        own = [r for r in measured if r.backend == name]
-        own_fit = [r for r in fit if r.backend == name]
-        served[name] = documents.ServedSide(
-            model=(named if isinstance(named := identity.meta.get("model"), str) else None)
-            or identity.model,
-            runtime=identity.runtime,
-            format=identity.format or "",
-            requests=len(own),
-            errors=sum(bool(r.answer.error) for r in own),
-            left_out_of_timings=len(own) - len(own_fit),
-            gates=tabulate(checks_by_prompt(own, config.greedy).values()),
-            speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
-            workloads={
-                label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()
-            },
-            memory_bytes=_memory_bytes(levels.get(name)),
-            memory=levels.get(name),
-            memory_growth=growths.get(name),
-        )
+        side = _served_side(identity, own_measured[name], own_timed[name], config)
+        side.memory = (levels or {}).get(name)
+        side.memory_bytes = _memory_bytes(side.memory)
+        served[name] = side
     pair_sides(served, roles, measured, config.greedy, reference)
-    fit_by_backend = documents.by_backend(fit, served)
-    turns = {name: _turns(rows, config.seed) for name, rows in fit_by_backend.items()}
     pairs = list(itertools.combinations(served, 2))
     comparisons: list[documents.Comparison] = []
+    crossovers = []
     for a, b in pairs:
-        comparisons += _comparisons(fit, a, b, config.seed)
-    floors = {name: _floors(rows, config.seed) for name, rows in fit_by_backend.items()}
-    stability.set_noise(comparisons, floors)
-    drifts = stability.find_drifts(fit, list(served), config.seed)
-    depths = stability.compare_depths(fit, list(served), config.seed)
-    findings = find_confounds(identities, records, config, ended or documents.Ended())
-    findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
-    by_axis = measured_ladders(measured)
+        comparisons += _comparisons(own_timed[a], own_timed[b], a, b, config.seed)
+        crossovers.append(_crossover(served, a, b))
+    floors = {name: _floors(rows, config.seed) for name, rows in own_timed.items()}
+    set_noise(comparisons, floors)
+    measured_by_axis = measured_ladders(measured)
     ladders: dict[str, list[documents.Ladder]] = {}
-    for ladder in by_axis:
-        ladders.setdefault(ladder.backend, []).append(ladder.ladder)
-    findings += [*cliff_findings(by_axis), *machine.findings(state, len(measured), list(served))]
+    for row in measured_by_axis:
+        ladders.setdefault(row.backend, []).append(row.ladder)
     return documents.Aggregates(
         roles=roles,
         served=served,
         comparisons=comparisons,
         noise={name: rows for name, rows in floors.items() if rows},
-        drift=drifts,
-        turns=turns,
-        crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
+        turns={name: _turns(rows, config.seed) for name, rows in own_timed.items()},
+        crossover=[row for row in crossovers if row is not None],
         ladders=ladders,
         machine=state,
-        confounds=findings,
+        confounds=[
+            *find_confounds(identities, records, config, ended or documents.Ended()),
+            *cliff_findings(measured_by_axis),
+            *machine.findings(state, len(measured), names),
+        ],
+    )
+
+
+def _served_side(
+    identity: documents.Identity,
+    measured: Sequence[documents.RequestRecord],
+    timed_records: Sequence[documents.RequestRecord],
+    config: documents.BenchConfig,
+) -> documents.ServedSide:
+    """Return one backend's gates, speed and percentiles, from its own records."""
+    model = identity.meta.get("model")
+    by_label = labelled(timed_records)
+    return documents.ServedSide(
+        model=(model if isinstance(model, str) else "") or identity.model,
+        runtime=identity.runtime,
+        format=identity.format or "",
+        requests=len(measured),
+        errors=sum(bool(r.answer.error) for r in measured),
+        left_out_of_timings=len(measured) - len(timed_records),
+        gates=tabulate(checks_by_prompt(measured, config.greedy).values()),
+        speed_gates=_speed_gates(timed_records, config.with_thinking, config.seed),
+        workloads={label: summaries(rows, config.seed) for label, rows in by_label.items()},
     )
 
 
@@ -216,35 +221,37 @@ def _speed_gates(
     gates = {}
     for gate, (metric, limit) in SPEED_LIMITS.items():
         median = summary(values_by_prompt(single, metric), seed)
-        if median:
-            low, high = (median.p50 if end is None else end for end in (median.low, median.high))
-            if gate == "ttft":
-                passes = high <= limit
-                fails = low > limit
-            else:
-                passes = low >= limit
-                fails = high < limit
-            verdict: documents.Outcome = "undecided"
-            if passes or fails:
-                verdict = "pass" if passes else "fail"
-            interval = {"low": median.low, "high": median.high}
-            gates[gate] = documents.SpeedGate(
-                metric=metric,
-                value=median.p50,
-                n=median.n,
-                limit=limit,
-                verdict=verdict,
-                **interval,
-            )
+        if median is None:
+            continue
+        low = median.p50 if median.low is None else median.low
+        high = median.p50 if median.high is None else median.high
+        # A longer time is worse, a higher speed is better.
+        is_time = gate == "ttft"
+        verdict: documents.Outcome = "undecided"
+        if high <= limit if is_time else low >= limit:
+            verdict = "pass"
+        elif low > limit if is_time else high < limit:
+            verdict = "fail"
+        gates[gate] = documents.SpeedGate(
+            metric=metric,
+            value=median.p50,
+            n=median.n,
+            limit=limit,
+            verdict=verdict,
+            low=median.low,
+            high=median.high,
+        )
     return gates
 
 
 # ---- metrics
 
 
-def values_by_prompt(records: Iterable[documents.RequestRecord], metric: str) -> Values:
+def values_by_prompt(
+    records: Iterable[documents.RequestRecord], metric: str
+) -> dict[Hashable, list[float]]:
     """Return the values of a metric by prompt; token metrics only where the server itself counted."""
-    values: Values = defaultdict(list)
+    values: dict[Hashable, list[float]] = defaultdict(list)
     for record in records:
         value = metric_value(record, metric)
         if value is not None:
@@ -252,18 +259,24 @@ def values_by_prompt(records: Iterable[documents.RequestRecord], metric: str) ->
     return dict(values)
 
 
-def summary(by_prompt: Values, seed: int = 0) -> documents.MetricSummary | None:
+def summary(
+    by_prompt: Mapping[Hashable, Sequence[float]], seed: int = 0
+) -> documents.MetricSummary | None:
     """Summarize a metric's values; None where there are none."""
     if not by_prompt:
         return None
-    pooled = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
-    p50, p90, p99 = np.percentile(pooled, [50, 90, 99]).tolist()
+    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
+    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
     low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
-    mean = float(pooled.mean())
-    n = int(pooled.size)
-    n_prompts = len(by_prompt)
     return documents.MetricSummary(
-        p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        mean=float(values.mean()),
+        low=low,
+        high=high,
+        n=int(values.size),
+        n_prompts=len(by_prompt),
     )
 
 
@@ -286,42 +299,54 @@ def labelled(
 
 def _memory_bytes(levels: documents.MemoryLevels | None) -> documents.MemoryBytes | None:
     """Return the figures for the report: NVML's per process, else resident memory, else what the whole machine uses."""
-    sources = [name for name in MEMORY_SOURCES if levels and getattr(levels.idle, name) is not None]
-    if not sources:
+    if levels is None:
         return None
-    figures = {name: getattr(levels, name) for name in ("idle", "one", "five", "peak")}
-    sizes = {
-        name: getattr(figure, sources[0]) for name, figure in figures.items() if figure is not None
-    }
-    return documents.MemoryBytes(source=sources[0], **sizes)
+    for source in MEMORY_SOURCES:
+        if getattr(levels.idle, source) is not None:
+            peak = None if levels.peak is None else getattr(levels.peak, source)
+            return documents.MemoryBytes(
+                source=source,
+                idle=getattr(levels.idle, source),
+                one=getattr(levels.one, source),
+                five=getattr(levels.five, source),
+                peak=peak,
+            )
+    return None
 
 
 # ---- two backends
 
 
+def _with_all(
+    records: Sequence[documents.RequestRecord], labels: Iterable[str]
+) -> dict[str, list[documents.RequestRecord]]:
+    """Return the records by these labels of workload and load and, of several, as "all" those that were alone."""
+    by_label = labelled(records)
+    groups = {label: by_label[label] for label in labels}
+    if len(groups) > 1:
+        groups["all"] = [r for label in groups for r in groups[label] if r.load.alone]
+    return groups
+
+
 def _comparisons(
-    records: Sequence[documents.RequestRecord], a: str, b: str, seed: int
+    left: Sequence[documents.RequestRecord],
+    right: Sequence[documents.RequestRecord],
+    a: str,
+    b: str,
+    seed: int,
 ) -> list[documents.Comparison]:
     """Compare all metrics of each workload that both backends have, and of all workloads together."""
-    sides = documents.by_backend(records, (a, b))
-    left = labelled(sides[a])
-    right = labelled(sides[b])
-    groups = [(label, left[label], right[label]) for label in left if label in right]
-    if len(groups) > 1:
-        ours = [r for label, *_ in groups for r in left[label] if r.load.alone]
-        theirs = [r for label, *_ in groups for r in right[label] if r.load.alone]
-        groups.append(("all", ours, theirs))
+    labels = [label for label in labelled(left) if label in labelled(right)]
+    ours = _with_all(left, labels)
+    theirs = _with_all(right, labels)
     rows = []
-    for label, ours, theirs in groups:
-        for metric in COMPARED:
-            result = compare(
-                values_by_prompt(ours, metric), values_by_prompt(theirs, metric), seed=seed
-            )
+    for label, metric in itertools.product(ours, COMPARED):
+        before = values_by_prompt(ours[label], metric)
+        after = values_by_prompt(theirs[label], metric)
+        result = compare(before, after, seed=seed)
+        if result.n_prompts:
             figures = msgspec.structs.asdict(result)
-            if result.n_prompts:
-                rows.append(
-                    documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures)
-                )
+            rows.append(documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures))
     adjust(rows)
     return rows
 
@@ -331,7 +356,7 @@ def _floors(records: Sequence[documents.RequestRecord], seed: int) -> list[docum
     groups = labelled(records)
     if len(groups) > 1:
         groups["all"] = [r for r in records if r.load.alone]
-    return stability.noise_floors(records, groups, seed)
+    return noise_floors(records, groups, seed)
 
 
 def adjust(rows: Sequence[documents.AdjustedResult]) -> None:
@@ -350,26 +375,29 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
             by_turn[record.turn].append(record)
     points = []
     for turn, group in sorted(by_turn.items()):
-        ttft, total = (
-            summary(values_by_prompt(group, metric), seed)
-            for metric in ("ttft_content_ms", "e2e_ms")
-        )
-        figures = {"ttft_content_ms": ttft.p50, "low": ttft.low, "high": ttft.high} if ttft else {}
-        e2e_ms = total.p50 if total else None
-        points.append(documents.TurnPoint(turn=turn + 1, n=len(group), e2e_ms=e2e_ms, **figures))
+        point = documents.TurnPoint(turn=turn + 1, n=len(group))
+        ttft = summary(values_by_prompt(group, "ttft_content_ms"), seed)
+        total = summary(values_by_prompt(group, "e2e_ms"), seed)
+        if ttft:
+            point.ttft_content_ms = ttft.p50
+            point.low = ttft.low
+            point.high = ttft.high
+        if total:
+            point.e2e_ms = total.p50
+        points.append(point)
     return points
 
 
 def mean_times(side: documents.ServedSide) -> tuple[float, float, int] | None:
     """Return TTFT and TPOT in ms, the means of the workloads' medians without other requests, and the number of workloads."""
-    alone = [w for label, w in side.workloads.items() if "@" not in label]
-    medians = [
-        (w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms
-    ]
-    if not medians:
+    times = []
+    for label, workload in side.workloads.items():
+        if "@" not in label and workload.ttft_content_ms and workload.tpot_ms:
+            times.append((workload.ttft_content_ms.p50, workload.tpot_ms.p50))
+    if not times:
         return None
-    ttft_ms, tpot_ms = (statistics.fmean(column) for column in zip(*medians, strict=True))
-    return ttft_ms, tpot_ms, len(medians)
+    ttft_ms, tpot_ms = map(statistics.fmean, zip(*times, strict=True))
+    return ttft_ms, tpot_ms, len(times)
 
 
 def _crossover(
@@ -382,10 +410,11 @@ def _crossover(
         return None
     ttft_a, tpot_a, _ = ours
     ttft_b, tpot_b, _ = theirs
-    tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
-    tokens = tokens if tokens and tokens > 0 else None
-    short = a if ttft_a <= ttft_b else b
-    long = a if tpot_a < tpot_b else b
+    tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else 0.0
     return documents.Crossover(
-        a=a, b=b, tokens=tokens, faster_when_short=short, faster_when_long=long
+        a=a,
+        b=b,
+        tokens=tokens if tokens > 0 else None,
+        faster_when_short=a if ttft_a <= ttft_b else b,
+        faster_when_long=a if tpot_a < tpot_b else b,
     )

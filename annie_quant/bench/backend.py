@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20
-MAX_ID = 200  # characters of a model's id
+MAX_ID_CHARACTERS = 200  # characters of a model's id
 
 T = TypeVar("T")
 
@@ -65,19 +65,16 @@ class Backend:
 
     def __post_init__(self) -> None:
         hint = "write it as http://127.0.0.1:8000"
+        problem = f"backend {self.name!r}: {safe_url(self.url)!r}"
         try:
             parts = urllib.parse.urlsplit(self.url)
             port = parts.port
         except ValueError as error:  # brackets without an IPv6 address; a port that is none
-            raise UsageError(
-                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL: {error}", hint
-            ) from None
+            raise UsageError(f"{problem} is not an HTTP URL: {error}", hint) from None
         if port == 0:
-            raise UsageError(f"backend {self.name!r}: {safe_url(self.url)!r} has the port 0", hint)
+            raise UsageError(f"{problem} has the port 0", hint)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(
-                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", hint
-            )
+            raise UsageError(f"{problem} is not an HTTP URL", hint)
         refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
             raise UsageError(
@@ -141,9 +138,8 @@ def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) ->
 
 def alive(backend: Backend) -> bool:
     """Return whether an HTTP server answers at the URL, with any status."""
-    return (
-        fetch(f"{backend.root}/v1/models", backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
-    )
+    url = f"{backend.root}/v1/models"
+    return fetch(url, backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
 
 
 def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
@@ -168,8 +164,10 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
     if not props and not version:
         version = _page(backend, "/version", timeout_s, caveats)
     model = _field(first, "id", str, "/v1/models", caveats)
-    if model is not None and len(model) > MAX_ID:
-        caveats.append(f"/v1/models: the model's id has {len(model)} characters, {MAX_ID} are kept")
+    if model is not None and len(model) > MAX_ID_CHARACTERS:
+        caveats.append(
+            f"/v1/models: the model's id has {len(model)} characters, {MAX_ID_CHARACTERS} are kept"
+        )
     return limited_identity(
         {
             "name": backend.name,
@@ -278,24 +276,23 @@ def folder_format(folder: Path) -> str | None:
         config = decode_json(file.read(MAX_CONFIG_BYTES))
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     if isinstance(quantization, dict):
-        names = (quantization.get(key) for key in ("quant_algo", "format", "quant_method"))
-        return next(
-            (name[:100].upper() for name in names if isinstance(name, str) and name), "quantized"
-        )
+        for key in ("quant_algo", "format", "quant_method"):
+            name = quantization.get(key)
+            if isinstance(name, str) and name:
+                return name[:100].upper()
+        return "quantized"
     if (folder / "hf_quant_config.json").exists():
         return "quantized"
-    return most(
-        (tensor.dtype, tensor.size_bytes) for tensor in ModelFolder(folder).tensors.values()
-    )
+    tensors = ModelFolder(folder).tensors.values()
+    return most((tensor.dtype, tensor.size_bytes) for tensor in tensors)
 
 
 def gguf_format(path: Path) -> str | None:
     """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
     from annie_quant.checkpoint.gguf.reader import open_gguf
 
-    return most(
-        (tensor.tensor_type.name, int(tensor.n_elements)) for tensor in open_gguf(path).values()
-    )
+    tensors = open_gguf(path).values()
+    return most((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in tensors)
 
 
 def most(tensors: Iterable[tuple[str, int]]) -> str | None:
@@ -315,6 +312,7 @@ def most(tensors: Iterable[tuple[str, int]]) -> str | None:
 # another client used the server too. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
 
 MAX_PAGE_BYTES = 4 << 20
+MAX_LINE_CHARACTERS = 1000
 # A sample: name, labels in braces (values are quoted, with escapes), value, an optional timestamp.
 _SAMPLE = re.compile(
     r'^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$'
@@ -324,33 +322,25 @@ _SAMPLE = re.compile(
 def _metric_lines(page: str) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of a page in Prometheus' text format; lines that cannot be read are left out."""
     for line in page.splitlines():
-        sample = (
-            _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
-        )
-        if sample is None:
-            continue
-        try:
-            value = float(sample[2])
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            yield sample[1], value
+        sample = _SAMPLE.match(line) if len(line) <= MAX_LINE_CHARACTERS else None
+        if sample is not None:
+            with contextlib.suppress(ValueError):
+                value = float(sample[2])
+                if math.isfinite(value):
+                    yield sample[1], value
 
 
 def metrics_page(backend: Backend) -> str | None:
     """Return a server's /metrics; None where it has none."""
+    url = f"{backend.root}/metrics"
+    timeout_s = PROBE_TIMEOUT_S
     try:
-        reply = fetch(
-            f"{backend.root}/metrics",
-            backend.headers,
-            timeout_s=PROBE_TIMEOUT_S,
-            max_bytes=MAX_PAGE_BYTES,
-        )
+        reply = fetch(url, backend.headers, timeout_s=timeout_s, max_bytes=MAX_PAGE_BYTES)
     except OSError:
         return None
-    return (
-        reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
-    )
+    if reply.status != 200 or reply.fault:
+        return None
+    return reply.body.decode("utf-8", "replace")
 
 
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
@@ -410,26 +400,31 @@ class Acceptance:
         for wait_s in SETTLE_S:
             time.sleep(wait_s)
             now = read_counters(backend)
-            if now is not None and abs(
-                now.generated - before.generated - received
-            ) <= OTHERS_TOKENS * len(records):
-                drafted = now.drafted - before.drafted
-                accepted = now.accepted - before.accepted
-                for record in (
-                    records if 0 <= accepted <= drafted else ()
-                ):  # else the server was restarted
-                    share = (record.answer.completion_tokens or 0) / received
-                    record.tokens.drafted_tokens = drafted * share
-                    record.tokens.accepted_tokens = accepted * share
-                    record.tokens.acceptance_source = "metrics"
+            if now is None:
+                continue
+            others = now.generated - before.generated - received
+            if abs(others) <= OTHERS_TOKENS * len(records):
+                _share_out(now.drafted - before.drafted, now.accepted - before.accepted, records)
                 return
+
+
+def _share_out(drafted: float, accepted: float, records: Sequence[RequestRecord]) -> None:
+    """Divide drafted and accepted tokens among records by their completion tokens."""
+    if not 0 <= accepted <= drafted:  # the server was restarted
+        return
+    received = sum(r.answer.completion_tokens or 0 for r in records)
+    for record in records:
+        share = (record.answer.completion_tokens or 0) / received
+        record.tokens.drafted_tokens = drafted * share
+        record.tokens.accepted_tokens = accepted * share
+        record.tokens.acceptance_source = "metrics"
 
 
 # ---- requests within the time budget
 
 # far above 32,768 tokens with their log probabilities
-MAX_ANSWER_BYTES = 64_000_000
-MAX_ANSWER_EVENTS = 1 << 18
+MAX_STREAM_BYTES = 64_000_000
+MAX_STREAM_EVENTS = 1 << 18
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 
@@ -445,7 +440,7 @@ class BudgetEnded(Exception):
 
 
 @dataclass
-class PlannedRequest:
+class ServerRequest:
     """One request to a server.
 
     tag: its name in the answers.
@@ -488,45 +483,44 @@ class Sender:
         left_s = self.left_s()
         return longest_s if left_s is None else min(longest_s, left_s)
 
-    def send(self, backend: Backend, requests: Sequence[PlannedRequest]) -> Timings:
+    def send(self, backend: Backend, requests: Sequence[ServerRequest]) -> Timings:
         """Send the requests to a server, all at once or at their start times. Raises BudgetEnded."""
         from annie_quant import stream
 
         headers = dict(backend.headers)
         left_s = self.left_s()
-        models = f"{backend.root}/v1/models"
+        models_url = f"{backend.root}/v1/models"
         probe_s = min(self.config.timeout_s, PROBE_TIMEOUT_S)
-        opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
-        begins = {r.tag: None if r.start_s is None else CONNECT_S + r.start_s for r in requests}
-        measured = [
-            stream.Request(
+        opening = [stream.Request(models_url, headers=headers, timeout_s=probe_s) for _ in requests]
+        starts_s: dict[str, float | None] = {}
+        measured = []
+        for r in requests:
+            starts_s[r.tag] = None if r.start_s is None else CONNECT_S + r.start_s
+            request = stream.Request(
                 backend.completions_url,
                 json=r.body | self._cache_fields(backend.name, r.tag),
                 headers=headers,
                 timeout_s=self.config.timeout_s,
-                start_s=begins[r.tag],
+                start_s=starts_s[r.tag],
                 tag=r.tag,
             )
-            for r in requests
-        ]
+            measured.append(request)
         sent_s = time.monotonic()
         timings = stream.run(
             [*opening, *measured],
-            concurrency=len(measured) if None in begins.values() else None,
+            concurrency=len(measured) if None in starts_s.values() else None,
             deadline_s=left_s,
-            max_answer_bytes=MAX_ANSWER_BYTES,
-            max_answer_events=MAX_ANSWER_EVENTS,
+            max_answer_bytes=MAX_STREAM_BYTES,
+            max_answer_events=MAX_STREAM_EVENTS,
         )
-        if left_s is not None:
-            cut = {
-                a["tag"]: a["cause"]
-                for a in timings.records()
-                if a["cause"] in ("deadline", "not_started")
-            }
-            cut.pop(None, None)  # the openings of connections
-            if cut:
-                begun = [begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"]
-                raise BudgetEnded(time.monotonic() - sent_s - min(begun, default=math.inf))
+        if left_s is None:
+            return timings
+        # Without the openings of connections, which have no tag.
+        causes = {a["tag"]: a["cause"] for a in timings.records() if a["tag"] is not None}
+        if "deadline" in causes.values() or "not_started" in causes.values():
+            stopped = [tag for tag, cause in causes.items() if cause == "deadline"]
+            first_s = min((starts_s[tag] or 0.0 for tag in stopped), default=math.inf)
+            raise BudgetEnded(time.monotonic() - sent_s - first_s)
         return timings
 
     def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:
@@ -536,5 +530,7 @@ class Sender:
         runtime = self.identities[name].runtime
         if runtime == "llama.cpp":
             return {"cache_prompt": False}
+        if runtime != "vllm":
+            return {}
         # vLLM refuses a salt with "/" and some other characters that are in tags.
-        return {"cache_salt": sha256_text(f"{self.session}/{tag}")} if runtime == "vllm" else {}
+        return {"cache_salt": sha256_text(f"{self.session}/{tag}")}

@@ -12,28 +12,28 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from annie_quant.bench.findings import finding
-from annie_quant.bench.stability import steps
 from annie_quant.documents import Cliff, Confound, Ladder, LadderPoint, RequestRecord
 from annie_quant.judge.statistics import LEVEL, holm, mcnemar, wilson
 
 PREFIX = "ladder_"
-LIKELY = math.log(2 / 0.05)
-PERMUTATIONS = 999
-LEAST_PROMPTS = 5
-UNITS = {
+MAX_LOG_RATIO = math.log(2 / 0.05)
+CLIFF_PERMUTATIONS = 999
+MIN_LADDER_PROMPTS = 5
+AXES = {
     "tools": "{} tools",
     "tokens": "{} tokens of context",
     "poisoned": "{} malformed calls before the request",
     "steps": "step {} of a chain",
 }
 
-Right = Mapping[int, Mapping[str, bool]]  # level → case → right in all repeats
+RightByLevel = Mapping[int, Mapping[str, bool]]  # level → case → right in all repeats
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class MeasuredLadder:
 
     backend: str
     ladder: Ladder
-    right: Right
+    right: RightByLevel
 
 
 def level_of(record: RequestRecord) -> tuple[str, int] | None:
     """Return (axis, level) of a request of a ladder."""
     axis, _, level = record.workload.removeprefix(PREFIX).partition("_")
-    if not record.workload.startswith(PREFIX) or axis not in UNITS:
+    if not record.workload.startswith(PREFIX) or axis not in AXES:
         return None
     return axis, int(level) if level.isdigit() else record.turn + 1
 
@@ -57,82 +57,115 @@ def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
     """Return the ladders in measured records, by backend and axis."""
     answers: dict[tuple[str, str], dict[int, dict[str, list[bool]]]] = {}
     for record in records:
-        at = level_of(record)
-        if at is not None and record.judgement.right is not None:
-            levels = answers.setdefault((record.backend, at[0]), {})
-            levels.setdefault(at[1], defaultdict(list))[record.case].append(record.judgement.right)
-    return [_measured(*key, dict(sorted(levels.items()))) for key, levels in answers.items()]
+        place = level_of(record)
+        right = record.judgement.right
+        if place is not None and right is not None:
+            axis, level = place
+            levels = answers.setdefault((record.backend, axis), {})
+            levels.setdefault(level, defaultdict(list))[record.case].append(right)
+    ladders = []
+    for (backend, axis), levels in answers.items():
+        ladders.append(_measured_ladder(backend, axis, dict(sorted(levels.items()))))
+    return ladders
 
 
-def _measured(
+def _measured_ladder(
     backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequence[bool]]]
 ) -> MeasuredLadder:
     right: dict[int, dict[str, bool]] = {}
     points = []
     n_repeats: list[int] = []
     for level, cases in levels.items():
-        right[level] = {case: all(answers) for case, answers in cases.items()}
+        right[level] = {case: all(repeats) for case, repeats in cases.items()}
         passes = sum(right[level].values())
-        n = len(cases)
-        low, high = wilson(passes, n)
-        answers = [answer for repeats in cases.values() for answer in repeats]
-        rate = statistics.fmean(answers)
-        points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=rate))
+        low, high = wilson(passes, len(cases))
+        rate = statistics.fmean(itertools.chain.from_iterable(cases.values()))
+        point = LadderPoint(level=level, passes=passes, n=len(cases), low=low, high=high, rate=rate)
+        points.append(point)
         n_repeats += map(len, cases.values())
     cliff = find_cliff(points, right)
     ladder = Ladder(axis=axis, repeats=min(n_repeats), points=points, cliff=cliff)
     return MeasuredLadder(backend, ladder, right)
 
 
-def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
+def find_cliff(points: Sequence[LadderPoint], right: RightByLevel) -> Cliff | None:
     """Return the step after which prompts are right less often; None where that is not shown."""
-    levels = [point.level for point in points]
-    fits = {
-        at: fit for at in range(1, len(points)) if (fit := _log_likelihood(points, at)) is not None
-    }
-    if not fits:
+    likelihoods: dict[int, float] = {}
+    for index in range(1, len(points)):
+        likelihood = _log_likelihood(points, index)
+        if likelihood is not None:
+            likelihoods[index] = likelihood
+    if not likelihoods:
         return None
-    best = max(fits, key=fits.__getitem__)
+    best = max(likelihoods, key=likelihoods.__getitem__)
     p = _fall_p(right)
     if p >= LEVEL:
         return None
-    likely = [at for at, fit in fits.items() if fits[best] - fit <= LIKELY]
-    first = levels[min(likely)]
-    last = levels[max(likely)]
-    return Cliff(holds=levels[best - 1], breaks=levels[best], earliest=first, latest=last, p=p)
-
-
-def _log_likelihood(points: Sequence[LadderPoint], at: int) -> float | None:
-    """Return the log likelihood of one rate before index `at` and one from it on; None where the rate does not fall."""
-    (x, n), (y, m) = (_total(part) for part in (points[:at], points[at:]))
-    if x * m <= y * n:
-        return None
-    return sum(
-        k * math.log(k / total) for k, total in ((x, n), (n - x, n), (y, m), (m - y, m)) if k
+    likely = []
+    for index, likelihood in likelihoods.items():
+        if likelihoods[best] - likelihood <= MAX_LOG_RATIO:
+            likely.append(points[index].level)
+    return Cliff(
+        holds=points[best - 1].level,
+        breaks=points[best].level,
+        earliest=min(likely),
+        latest=max(likely),
+        p=p,
     )
 
 
-def _fall_p(right: Right) -> float:
+def _log_likelihood(points: Sequence[LadderPoint], index: int) -> float | None:
+    """Return the log likelihood of one rate before `index` and one from it on; None where the rate does not fall."""
+    before, n_before = _total(points[:index])
+    after, n_after = _total(points[index:])
+    if before * n_after <= after * n_before:
+        return None
+    return _binomial_log_likelihood(before, n_before) + _binomial_log_likelihood(after, n_after)
+
+
+def _binomial_log_likelihood(passes: int, n: int) -> float:
+    terms = (k * math.log(k / n) for k in (passes, n - passes) if k)
+    return sum(terms)
+
+
+def _fall_p(right: RightByLevel) -> float:
     """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
-    cases = set.intersection(*(set(cases) for cases in right.values()))
+    cases = sorted(set.intersection(*map(set, right.values())))
+    if len(cases) < MIN_LADDER_PROMPTS:
+        return 1.0
     columns = []
     for answers in right.values():
-        columns.append([answers[case] for case in sorted(cases)])
+        columns.append([answers[case] for case in cases])
     table = np.array(columns, dtype=np.float64).T
-    if len(table) < LEAST_PROMPTS:
-        return 1.0
     rng = np.random.default_rng(0)
-    orders = (rng.permuted(table, axis=1).mean(axis=0) for _ in range(PERMUTATIONS))
-    rates = np.vstack([table.mean(axis=0), *orders])
-    largest = -steps(rates).min(axis=1)
-    return float((largest >= largest[0] - 1e-12).mean())
+    rates = [table.mean(axis=0)]
+    for _ in range(CLIFF_PERMUTATIONS):
+        rates.append(rng.permuted(table, axis=1).mean(axis=0))
+    falls = -steps(np.vstack(rates)).min(axis=1)
+    return float((falls >= falls[0] - 1e-12).mean())
 
 
-def _total(points: Sequence[LadderPoint]) -> tuple[int, int]:
-    return sum(p.passes for p in points), sum(p.n for p in points)
+def steps(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return (mean after - mean before) each split in units of its standard error, [rows, splits]."""
+    columns = rows.shape[1]
+    n_before = np.arange(1, columns)
+    n_after = columns - n_before
+    total = np.cumsum(rows, axis=1)
+    before = total[:, :-1] / n_before
+    after = (total[:, -1:] - total[:, :-1]) / n_after
+    return (after - before) / np.sqrt(1 / n_before + 1 / n_after)
 
 
-def _shares(right: Right, levels: Iterable[int]) -> dict[str, float]:
+def _total(points: Iterable[LadderPoint]) -> tuple[int, int]:
+    passes = 0
+    n = 0
+    for point in points:
+        passes += point.passes
+        n += point.n
+    return passes, n
+
+
+def _shares(right: RightByLevel, levels: Iterable[int]) -> dict[str, float]:
     """Return the share of the levels at which each prompt is right."""
     answers: dict[str, list[bool]] = defaultdict(list)
     for level in levels:
@@ -141,9 +174,11 @@ def _shares(right: Right, levels: Iterable[int]) -> dict[str, float]:
     return {case: statistics.fmean(values) for case, values in answers.items()}
 
 
-def _worse_p(better: Mapping[str, float], worse: Mapping[str, float]) -> float:
-    """Return p of the one-sided exact sign test that the second shares are smaller, over the prompts of both."""
-    changes = [worse[case] - better[case] for case in better.keys() & worse.keys()]
+def _worse_p(better: MeasuredLadder, worse: MeasuredLadder, levels: Sequence[int]) -> float:
+    """Return p of the one-sided exact sign test that a ladder's shares are smaller, over the prompts of both."""
+    ours = _shares(better.right, levels)
+    theirs = _shares(worse.right, levels)
+    changes = [theirs[case] - ours[case] for case in ours.keys() & theirs.keys()]
     return mcnemar(sum(change < 0 for change in changes), sum(change > 0 for change in changes))
 
 
@@ -154,52 +189,46 @@ def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
     """Return one sentence per backend and axis, and one per backend that breaks where another one does not."""
     findings = [_sentence(row.backend, row.ladder) for row in rows]
     tests = []
-    for a, b in itertools.permutations(rows, 2):
-        if a.ladder.axis == b.ladder.axis and a.ladder.cliff is not None:
-            levels = [p.level for p in a.ladder.points if p.level >= a.ladder.cliff.breaks]
-            tests.append(
-                (a, b, levels, _worse_p(_shares(b.right, levels), _shares(a.right, levels)))
-            )
-    for (a, b, levels, _), p in zip(tests, holm([p for *_, p in tests]), strict=True):
+    p_values = []
+    for worse, better in itertools.permutations(rows, 2):
+        cliff = worse.ladder.cliff
+        if worse.ladder.axis == better.ladder.axis and cliff is not None:
+            levels = [p.level for p in worse.ladder.points if p.level >= cliff.breaks]
+            tests.append((worse, better, levels))
+            p_values.append(_worse_p(better, worse, levels))
+    for (worse, better, levels), p in zip(tests, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
-            x = _counts([point for point in a.ladder.points if point.level in levels])
-            y = _counts([point for point in b.ladder.points if point.level in levels])
-            at = UNITS[a.ladder.axis].format(f"{levels[0]:,}")
-            findings.append(
-                finding("earlier_cliff", a.backend, other=b.backend, at=at, x=x, y=y, p=p)
-            )
+            sides = (worse.ladder, better.ladder)
+            x, y = (_counts(_points_at(side, levels)) for side in sides)
+            start = AXES[worse.ladder.axis].format(f"{levels[0]:,}")
+            names = {"other": better.backend, "at": start}
+            findings.append(finding("earlier_cliff", worse.backend, **names, x=x, y=y, p=p))
     return findings
 
 
+def _points_at(ladder: Ladder, levels: Collection[int]) -> list[LadderPoint]:
+    return [point for point in ladder.points if point.level in levels]
+
+
 def _sentence(backend: str, ladder: Ladder) -> Confound:
-    unit = UNITS[ladder.axis]
+    axis = AXES[ladder.axis]
     points = ladder.points
     cliff = ladder.cliff
     power = f" (pass^{ladder.repeats})" if ladder.repeats > 1 else ""
     if cliff is None:
-        last = unit.format(f"{points[-1].level:,}")
-        return finding(
-            "no_cliff",
-            backend,
-            first=_counts(points[:1]),
-            last=last,
-            at_last=_counts(points[-1:]),
-            k=power,
-        )
-    within = (
-        "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
-    )
-    breaks = unit.format(f"{cliff.breaks:,}") + within
-    before = _counts([p for p in points if p.level <= cliff.holds])
-    figures = {
-        "before": before,
-        "after": _counts([p for p in points if p.level >= cliff.breaks]),
-        "p": cliff.p,
-    }
+        last = axis.format(f"{points[-1].level:,}")
+        ends = {"first": _counts(points[:1]), "at_last": _counts(points[-1:])}
+        return finding("no_cliff", backend, last=last, k=power, **ends)
+    breaks = axis.format(f"{cliff.breaks:,}")
+    if cliff.earliest != cliff.latest:
+        breaks += f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
+    before = _counts(point for point in points if point.level <= cliff.holds)
+    after = _counts(point for point in points if point.level >= cliff.breaks)
+    figures = {"before": before, "after": after, "p": cliff.p}
     return finding("cliff", backend, breaks=breaks, holds=f"{cliff.holds:,}", k=power, **figures)
 
 
-def _counts(points: Sequence[LadderPoint]) -> str:
+def _counts(points: Iterable[LadderPoint]) -> str:
     passes, n = _total(points)
     low, high = wilson(passes, n)
     return f"{passes} of {n} [{low:.0%}, {high:.0%}]"

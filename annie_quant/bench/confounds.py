@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from annie_quant.bench.findings import finding
-from annie_quant.bench.stability import measured_values
+from annie_quant.bench.noise import measured_values
 from annie_quant.documents import (
     Answer,
     BenchConfig,
@@ -29,8 +29,8 @@ from annie_quant.judge.checks.text import leaked
 from annie_quant.judge.pairing import has_label
 from annie_quant.judge.statistics import LEVEL, compare, holm
 
-Records = Sequence[RequestRecord]
-Findings = Iterator[Confound]
+_Records = Sequence[RequestRecord]
+_Findings = Iterator[Confound]
 
 SLOW_FACTOR = 10.0
 SLOW_MS = 1000.0
@@ -44,88 +44,83 @@ MIN_EQUAL_SHARE = 0.2
 RARE = 0.05  # share of answers
 MIN_CUT_SHARE = 0.5  # of a side's answers, from which its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
-LEAST_RATIO = 0.8  # of events per token, and of tokens per event
-LEAST_EVENTS = 50  # of a side, before its ratio is judged
+MIN_EVENT_RATIO = 0.8  # of events per token, and of tokens per event
+MIN_EVENTS = 50  # of a side, before its ratio is judged
 HIT_SHARE = 0.5  # of a prompt's tokens: at least this share is read from the cache in a hit, at most in a miss
 DEPTH_SHARE = 0.7  # of the depth that a workload aims at
-LEAST_PROMPTS = 5  # of a workload, before its acceptance is compared
 
 
 def find_confounds(
-    identities: Mapping[str, Identity], records: Records, config: BenchConfig, ended: Ended
+    identities: Mapping[str, Identity], records: _Records, config: BenchConfig, ended: Ended
 ) -> list[Confound]:
     """Return all findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
     names = list(identities)
-    good = by_backend((r for r in measured if not r.answer.error), names)
     findings: list[Confound] = []
     for a, b in itertools.combinations(identities.values(), 2):
         findings += _pair(a, b)
-    findings += [*_prompt_tokens(names, measured), *_estimates(measured), *_smoke(records)]
-    findings += [
-        *_different_answers(names, measured, config),
-        *_busy(names, measured),
-        *_priority(names, measured),
-    ]
-    findings += _incomplete(names, ended if not config.sustained else Ended())
-    for name, rows in good.items():
-        findings += [*_events(name, rows), *_prefix_cache(name, rows), *_depth(name, rows)]
-        findings += _acceptance_falls(name, rows)
-    findings += _different_acceptance(good)
+    findings += _prompt_tokens(names, measured)
+    findings += _estimates(measured)
+    findings += _smoke(records)
+    findings += _different_answers(names, measured, config)
+    findings += _busy(names, measured)
+    findings += _priority(names, measured)
+    if ended.unasked:
+        findings.append(finding("unfinished", *names, n=ended.unasked))
+    own = by_backend(measured, names)
+    answered = by_backend((r for r in measured if not r.answer.error), names)
+    for name, rows in answered.items():
+        findings += _events(name, rows)
+        findings += _prefix_cache(name, rows)
+        findings += _depth(name, rows)
+    findings += _different_acceptance(answered)
     for name, identity in identities.items():
-        rows = [r for r in measured if r.backend == name]
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             findings.append(finding("prefix_cache", name))
         findings += [finding("identity", name, caveat=caveat) for caveat in identity.caveats]
-        findings += [
-            *_thinking(name, rows, config),
-            *_tool_parser(name, rows),
-            *_slow_starts(name, rows),
-        ]
-        findings += [
-            *_errors(name, rows),
-            *_cut(name, rows),
-            *_clock(name, rows),
-            *_stamps(name, rows),
-        ]
+        findings += _thinking(name, own[name], config)
+        for check in (_tool_parser, _slow_starts, _errors, _cut, _clock, _stamps):
+            findings += check(name, own[name])
     return findings
 
 
 # ---- two servers
 
+SIZES = {
+    "n_params": "numbers of parameters",
+    "n_vocab": "vocabulary sizes",
+    "n_embd": "hidden sizes",
+}
+PROPERTIES = {
+    "chat_template_sha256": ("different_templates", "chat templates"),
+    "sampling_defaults": ("different_sampling", "default sampling settings"),
+    "runtime": ("different_engines", "serving engines"),
+}
 
-def _pair(a: Identity, b: Identity) -> Findings:
+
+def _pair(a: Identity, b: Identity) -> _Findings:
     if a.url and a.url == b.url:
         yield finding("same_server", a.name, b.name)
         return
-    sources = [side.meta.get("source") for side in (a, b)]
-    compared: list[tuple[str, str, object, object]] = [
-        ("different_weights", "source weights", sources[0], sources[1])
-    ]
-    sizes = {
-        "n_params": "numbers of parameters",
-        "n_vocab": "vocabulary sizes",
-        "n_embd": "hidden sizes",
-    }
-    for field, title in sizes.items():
+    differing: list[tuple[str, str, object, object]] = []
+
+    def compare_property(code: str, what: str, x: object, y: object) -> None:
+        if x and y and x != y:
+            differing.append((code, what, x, y))
+
+    source_a = a.meta.get("source")
+    source_b = b.meta.get("source")
+    compare_property("different_weights", "source weights", source_a, source_b)
+    for field, title in SIZES.items():
         x = getattr(a.model_meta, field)
         y = getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
-            compared.append(("different_models", title, x, y))
-    compared += [
-        ("different_templates", "chat templates", a.chat_template_sha256, b.chat_template_sha256),
-        (
-            "different_sampling",
-            "default sampling settings",
-            a.sampling_defaults,
-            b.sampling_defaults,
-        ),
-        ("different_engines", "serving engines", a.runtime, b.runtime),
-    ]
-    differing = [row for row in compared if row[2] and row[3] and row[2] != row[3]]
+            compare_property("different_models", title, x, y)
+    for field, (code, title) in PROPERTIES.items():
+        compare_property(code, title, getattr(a, field), getattr(b, field))
     for code, what, x, y in differing:
         yield finding(code, a.name, b.name, what=what, x=_short(x), y=_short(y))
-    if not all(sources) and not differing:
+    if not (source_a and source_b) and not differing:
         yield finding("weights_unknown", a.name, b.name)
 
 
@@ -134,7 +129,7 @@ def _short(value: object) -> str:
     return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
 
 
-def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
+def _prompt_tokens(names: Sequence[str], records: _Records) -> _Findings:
     """Report first-turn requests with another number of tokens per side: template or tokenizer differ."""
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for record in records:
@@ -144,23 +139,13 @@ def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
         shared = counts[a].keys() & counts[b].keys()
         differing = sorted(key for key in shared if counts[a][key] != counts[b][key])
         if differing:
-            first, *_ = differing
+            first = differing[0]
+            example = {"prompt": "/".join(first), "x": counts[a][first], "y": counts[b][first]}
             n = len(differing)
-            both = [counts[side][differing[0]] for side in (a, b)]
-            prompt = "/".join(first)
-            yield finding(
-                "different_prompts",
-                a,
-                b,
-                n=n,
-                shared=len(shared),
-                prompt=prompt,
-                x=both[0],
-                y=both[1],
-            )
+            yield finding("different_prompts", a, b, n=n, shared=len(shared), **example)
 
 
-def _different_answers(names: Sequence[str], records: Records, config: BenchConfig) -> Findings:
+def _different_answers(names: Sequence[str], records: _Records, config: BenchConfig) -> _Findings:
     """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
@@ -169,21 +154,20 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
     for a, b in itertools.permutations(names, 2):
         shared = sorted(answers[a].keys() & answers[b].keys())
         unlabelled = [key for key in shared if not has_label(answers[b][key].judgement.checks)]
-        constant = constant_answer(
-            [answers[a][key].answer for key in unlabelled],
-            [answers[b][key].answer for key in unlabelled],
-        )
+        ours = [answers[a][key].answer for key in unlabelled]
+        theirs = [answers[b][key].answer for key in unlabelled]
+        constant = constant_answer(ours, theirs)
         if constant:
             yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
-        both = answers[a].keys() & answers[b].keys()
-        n = equal = 0
-        for key in both:
-            ours = answers[a][key].answer.text.split()
-            theirs = answers[b][key].answer.text.split()
-            if ours and theirs:
-                n += 1
-                equal += ours[:OPENING_WORDS] == theirs[:OPENING_WORDS]
+        openings = []
+        for key in answers[a].keys() & answers[b].keys():
+            x = answers[a][key].answer.text.split()[:OPENING_WORDS]
+            y = answers[b][key].answer.text.split()[:OPENING_WORDS]
+            if x and y:
+                openings.append(x == y)
+        n = len(openings)
+        equal = sum(openings)
         if n >= MIN_COMPARED_ANSWERS and equal < MIN_EQUAL_SHARE * n:
             yield finding("different_answers", a, b, equal=equal, n=n, words=OPENING_WORDS)
 
@@ -191,24 +175,15 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
 # ---- the whole run
 
 
-def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
-    stopped = ended.stopped
-    if stopped:
-        yield finding(
-            "stopped_early", *names, look=stopped.look, looks=stopped.looks + 1, level=stopped.level
-        )
-    elif ended.unasked:
-        yield finding("unfinished", *names, n=ended.unasked)
-
-
-def _busy(names: Sequence[str], records: Records) -> Findings:
+def _busy(names: Sequence[str], records: _Records) -> _Findings:
     """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
     loads = [r.load.load_per_core for r in records if r.load.load_per_core is not None]
-    if loads and (load := statistics.median(loads)) >= BUSY_LOAD:
+    load = statistics.median(loads or [0.0])
+    if load >= BUSY_LOAD:
         yield finding("busy_machine", *names, load=load)
 
 
-def _priority(names: Sequence[str], records: Records) -> Findings:
+def _priority(names: Sequence[str], records: _Records) -> _Findings:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
     flags = [r.timings.realtime for r in records if r.timings.realtime is not None]
     without = flags.count(False)
@@ -216,13 +191,13 @@ def _priority(names: Sequence[str], records: Records) -> Findings:
         yield finding("normal_priority", *names, n=without, of=len(flags))
 
 
-def _estimates(records: Records) -> Findings:
+def _estimates(records: _Records) -> _Findings:
     names = {r.backend for r in records if r.answer.tokens_estimated and not r.answer.error}
     if names:
         yield finding("tokens_estimated", *sorted(names))
 
 
-def _smoke(records: Records) -> Findings:
+def _smoke(records: _Records) -> _Findings:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     for name, record in last.items():
         if record.judgement.faults:
@@ -238,47 +213,51 @@ def smoke_finding(name: str, record: RequestRecord) -> Confound:
 # ---- one server: its answers
 
 
-def _in_times(code: str, name: str, affected: Records, answers: Records, effect: str) -> Findings:
+def _in_times(
+    code: str, name: str, affected: _Records, answers: _Records, effect: str
+) -> _Findings:
     """Report answers that change what a time measures.
 
     They are a confound, or a note where they are so few that the median over all answers is within 2.5 percentiles of the others'.
     """
-    if affected:
-        rare = len(affected) < RARE * len(answers)
-        effect = "too few to change the median times" if rare else effect
-        severity: Severity = "note" if rare else "confound"
-        yield finding(
-            code, name, severity=severity, n=len(affected), of=len(answers), effect=effect
-        )
+    if not affected:
+        return
+    severity: Severity = "confound"
+    if len(affected) < RARE * len(answers):
+        severity = "note"
+        effect = "too few to change the median times"
+    counts = {"n": len(affected), "of": len(answers)}
+    yield finding(code, name, severity=severity, effect=effect, **counts)
 
 
-def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
+LEAK_EFFECT = (
+    "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
+    "thinking off in its template?)"
+)
+
+
+def _thinking(name: str, records: _Records, config: BenchConfig) -> _Findings:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
     off = [r for r in records if r.workload not in config.with_thinking and not r.answer.error]
     hidden = [r for r in off if r.answer.reasoning.strip()]
     # The text is read again: an incomplete answer fails the gate whatever it shows.
     leaks = [r for r in off if leaked(r.answer.text) and not r.answer.reasoning.strip()]
-    effect = (
-        "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
-        "thinking off in its template?)"
-    )
-    yield from _in_times("thinking_as_content", name, leaks, off, effect)
+    yield from _in_times("thinking_as_content", name, leaks, off, LEAK_EFFECT)
     effect = "its content TTFT includes that thinking"
     yield from _in_times("hidden_thinking", name, hidden, off, effect)
-    empty = [
-        r.answer.completion_tokens
-        for r in off
-        if not r.answer.text.strip()
-        and not r.answer.tool_calls
-        and (not r.answer.fault or r.answer.finish_reason == "length")
-    ]
-    lengths = [tokens for tokens in empty if tokens and tokens > 8]
+    lengths = []
+    for record in off:
+        answer = record.answer
+        is_empty = not answer.text.strip() and not answer.tool_calls
+        was_complete = not answer.fault or answer.finish_reason == "length"
+        if is_empty and was_complete and (answer.completion_tokens or 0) > 8:
+            lengths.append(answer.completion_tokens or 0)
     if lengths:
         tokens = round(statistics.median(lengths))
         yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
 
 
-def _tool_parser(name: str, records: Records) -> Findings:
+def _tool_parser(name: str, records: _Records) -> _Findings:
     """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
     tools = [r for r in records if "tool_call" in r.judgement.checks]
     refused = sum(r.answer.status == 400 for r in tools)
@@ -293,54 +272,56 @@ def _tool_parser(name: str, records: Records) -> Findings:
         yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
 
 
-def _errors(name: str, records: Records) -> Findings:
+def _errors(name: str, records: _Records) -> _Findings:
     errors = [str(r.answer.error)[:100] for r in records if r.answer.error]
     if not errors:
         return
     kinds = sorted(set(errors))
-    reason = kinds[0] + (f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else "")
+    reason = kinds[0]
+    if len(kinds) > 1:
+        reason += f", and {len(kinds) - 1} other kinds"
     code = "no_answers" if len(errors) == len(records) else "errors"
     yield finding(code, name, n=len(errors), of=len(records), reason=reason)
     unanswered = [r for r in records if r.answer.cause in ("hung", "not_sent")]
     if unanswered and code == "errors":
-        prompt = f"{unanswered[0].workload}/{unanswered[0].case}"
+        first = unanswered[0]
+        prompt = f"{first.workload}/{first.case}"
         yield finding("hung", name, prompt=prompt, others=len(unanswered) - 1)
 
 
-def _cut(name: str, records: Records) -> Findings:
+def _cut(name: str, records: _Records) -> _Findings:
     """Incomplete answers fail their gates: where they are many, the gates say nothing about the model."""
     judged = [r for r in records if r.judgement.checks and not r.answer.error]
     incomplete = [r for r in judged if r.answer.fault]
     cut = [r for r in incomplete if r.answer.finish_reason == "length"]
     ended = [r for r in incomplete if r.answer.finish_reason != "length"]
-    remedies = {
-        "cut_answers": (cut, "raise max_tokens of the workload"),
-        "incomplete_answers": (ended, "its gates say nothing about the model"),
-    }
-    for code, (answers, remedy) in remedies.items():
-        if answers:
-            often = len(answers) >= MIN_CUT_SHARE * len(judged)
-            severity: Severity = "confound" if often else "note"
-            yield finding(
-                code,
-                name,
-                severity=severity,
-                n=len(answers),
-                of=len(judged),
-                reason=answers[0].answer.fault,
-                effect=remedy if often else "they count as failed",
-            )
+    of = len(judged)
+    yield from _incomplete("cut_answers", name, cut, of, effect="raise max_tokens of the workload")
+    yield from _incomplete(
+        "incomplete_answers", name, ended, of, effect="its gates say nothing about the model"
+    )
+
+
+def _incomplete(code: str, name: str, answers: _Records, of: int, effect: str) -> _Findings:
+    """Report incomplete answers: a confound where they are many, else a note."""
+    if not answers:
+        return
+    severity: Severity = "confound"
+    if len(answers) < MIN_CUT_SHARE * of:
+        severity = "note"
+        effect = "they count as failed"
+    counts = {"n": len(answers), "of": of, "reason": answers[0].answer.fault}
+    yield finding(code, name, severity=severity, effect=effect, **counts)
 
 
 # ---- one server: its times
 
 
-def _slow_starts(name: str, records: Records) -> Findings:
+def _slow_starts(name: str, records: _Records) -> _Findings:
     slow = [r for r in records if r.cold] + stalls(records)
     if slow:
-        yield finding(
-            "cold_start", name, n=len(slow), longest=max(r.timings.e2e_ms or 0 for r in slow) / 1000
-        )
+        longest_ms = max(r.timings.e2e_ms or 0 for r in slow)
+        yield finding("cold_start", name, n=len(slow), longest=longest_ms / 1000)
 
 
 def is_slow(time_ms: float, usual_ms: float) -> bool:
@@ -350,17 +331,16 @@ def is_slow(time_ms: float, usual_ms: float) -> bool:
 
 def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """Return the requests whose first token was slow against their workload's median."""
-    groups: dict[tuple, list[tuple[float, RequestRecord]]] = defaultdict(list)
-    for record in records:
-        first = record.timings.first_token_ms
-        if first is not None and not record.warmup and not record.cold:
-            groups[record.backend, record.workload, record.load.level, record.turn].append(
-                (first, record)
-            )
+    groups: dict[tuple[object, ...], list[tuple[float, RequestRecord]]] = defaultdict(list)
+    for r in records:
+        first_ms = r.timings.first_token_ms
+        if first_ms is not None and not r.warmup and not r.cold:
+            group = (r.backend, r.workload, r.load.level, r.turn)
+            groups[group].append((first_ms, r))
     slow = []
-    for group in groups.values():
-        median = statistics.median(first for first, _ in group)
-        slow += [r for first, r in group if is_slow(first, median)]
+    for times in groups.values():
+        usual_ms = statistics.median(first_ms for first_ms, _ in times)
+        slow += [r for first_ms, r in times if is_slow(first_ms, usual_ms)]
     return slow
 
 
@@ -371,27 +351,23 @@ def impossible(record: RequestRecord) -> bool:
     return first is not None and sent is not None and first < sent
 
 
-def _stamps(name: str, records: Records) -> Findings:
+def _stamps(name: str, records: _Records) -> _Findings:
     early = sum(map(impossible, records))
     if early:
         yield finding("stamp_fault", name, n=early, of=len(records))
 
 
-def _clock(name: str, records: Records) -> Findings:
+def _clock(name: str, records: _Records) -> _Findings:
     """Our time per token against the server's own (llama.cpp sends it): the rest is network, client or queueing."""
     pairs = []
     for record in records:
+        ours = record.timings.tpot_ms
         theirs = (record.timings.server_timings or {}).get("predicted_per_token_ms")
-        if (
-            record.timings.tpot_ms
-            and isinstance(theirs, (int, float))
-            and theirs
-            and not record.answer.error
-        ):
-            pairs.append((record.timings.tpot_ms, theirs))
+        if ours and theirs and isinstance(theirs, (int, float)) and not record.answer.error:
+            pairs.append((ours, theirs))
     if not pairs:
         return
-    measured, reported = (statistics.median(side) for side in zip(*pairs, strict=True))
+    measured, reported = map(statistics.median, zip(*pairs, strict=True))
     if measured > CLOCK_FACTOR * reported and measured - reported >= CLOCK_MS:
         yield finding("client_overhead", name, measured=measured, reported=reported)
 
@@ -400,55 +376,57 @@ def _clock(name: str, records: Records) -> Findings:
 
 
 def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
-    """Return (the server's tokens per event with text, number of events) over answers without tool calls; None below LEAST_EVENTS.
+    """Return (the server's tokens per event with text, number of events) over answers without tool calls; None below MIN_EVENTS.
 
     The end-of-turn token, which no event has, is not counted. Calls are left out because servers send their syntax in pieces of
     their own.
     """
-    tokens = events = 0
+    tokens = 0
+    events = 0
     for r in rows:
-        own = r.tokens.token_events
-        n = r.answer.completion_tokens
-        if own and n and not (r.answer.tokens_estimated or r.answer.tool_calls or r.answer.error):
-            tokens += max(0, n - (r.answer.finish_reason == "stop"))
-            events += own
-    return (tokens / events, events) if events >= LEAST_EVENTS and tokens else None
+        answer = r.answer
+        n_events = r.tokens.token_events
+        n_tokens = answer.completion_tokens
+        is_counted = not (answer.tokens_estimated or answer.tool_calls or answer.error)
+        if n_events and n_tokens and is_counted:
+            tokens += max(0, n_tokens - (answer.finish_reason == "stop"))
+            events += n_events
+    return (tokens / events, events) if events >= MIN_EVENTS and tokens else None
 
 
-def _events(name: str, rows: Records) -> Findings:
+def _events(name: str, rows: _Records) -> _Findings:
     ratio, events = tokens_per_event(rows) or (1.0, 0)
-    if not LEAST_RATIO <= ratio <= 1 / LEAST_RATIO:
+    if not MIN_EVENT_RATIO <= ratio <= 1 / MIN_EVENT_RATIO:
         code = "merged_tokens" if ratio > 1 else "split_tokens"
-        yield finding(code, name, ratio=ratio, inverse=1 / ratio, events=events, least=LEAST_RATIO)
+        figures = {"ratio": ratio, "inverse": 1 / ratio, "least": MIN_EVENT_RATIO}
+        yield finding(code, name, events=events, **figures)
 
 
 # ---- prefix cache and depth
 
 
-def _prefix_cache(name: str, rows: Records) -> Findings:
+def _prefix_cache(name: str, rows: _Records) -> _Findings:
     for workload, own in _by_workload(r for r in rows if r.load.prefix and r.turn == 0).items():
-        reported = [r for r in own if r.tokens.cached_tokens is not None and r.tokens.prompt_tokens]
-        if not reported:
-            if own[0].load.prefix == "hit":
-                yield finding("prefix_cache_unproven", name, workload=workload)
-            continue
-        shares = [(r.tokens.cached_tokens or 0) / r.tokens.prompt_tokens for r in reported]
+        expects_hits = own[0].load.prefix == "hit"
+        shares = []
+        for r in own:
+            if r.tokens.cached_tokens is not None and r.tokens.prompt_tokens:
+                shares.append(r.tokens.cached_tokens / r.tokens.prompt_tokens)
+        n = len(shares)
         hits = sum(share >= HIT_SHARE for share in shares)
-        if own[0].load.prefix == "hit" and hits < HIT_SHARE * len(shares):
-            figures = {
-                "n": len(shares) - hits,
-                "of": len(shares),
-                "median": statistics.median(shares),
-            }
-            yield finding("prefix_cache_dropped", name, workload=workload, **figures)
+        if not n and expects_hits:
+            yield finding("prefix_cache_unproven", name, workload=workload)
+        elif expects_hits and hits < HIT_SHARE * n:
+            median = statistics.median(shares)
+            counts = {"n": n - hits, "of": n, "median": median}
+            yield finding("prefix_cache_dropped", name, workload=workload, **counts)
         elif own[0].load.prefix == "miss" and hits:
-            yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=len(shares))
+            yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=n)
 
 
-def _depth(name: str, rows: Records) -> Findings:
-    for workload, own in _by_workload(
-        r for r in rows if r.load.depth and r.tokens.prompt_tokens
-    ).items():
+def _depth(name: str, rows: _Records) -> _Findings:
+    deep = _by_workload(r for r in rows if r.load.depth and r.tokens.prompt_tokens)
+    for workload, own in deep.items():
         depth = own[0].load.depth or 0
         prompt = statistics.median(r.tokens.prompt_tokens for r in own)
         if prompt < DEPTH_SHARE * depth:
@@ -456,11 +434,10 @@ def _depth(name: str, rows: Records) -> Findings:
 
 
 def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    ordered = sorted(rows, key=lambda row: row.workload)
-    return {
-        name: list(group)
-        for name, group in itertools.groupby(ordered, key=lambda row: row.workload)
-    }
+    groups: dict[str, list[RequestRecord]] = defaultdict(list)
+    for row in rows:
+        groups[row.workload].append(row)
+    return dict(sorted(groups.items()))
 
 
 # ---- speculative decoding
@@ -468,17 +445,21 @@ def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]
 
 def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
     """Return (share of drafted tokens that were accepted, drafted tokens); None where nothing was drafted."""
-    tokens = ((r.tokens.drafted_tokens, r.tokens.accepted_tokens) for r in rows)
-    pairs = [
-        (drafted, accepted) for drafted, accepted in tokens if drafted and accepted is not None
-    ]
-    drafted = sum(d for d, _ in pairs)
-    return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
+    all_drafted = 0.0
+    all_accepted = 0.0
+    for r in rows:
+        drafted = r.tokens.drafted_tokens
+        accepted = r.tokens.accepted_tokens
+        if drafted and accepted is not None:
+            all_drafted += drafted
+            all_accepted += accepted
+    return (all_accepted / all_drafted, all_drafted) if all_drafted else None
 
 
-def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
+def _different_acceptance(by_side: Mapping[str, _Records]) -> _Findings:
     """Paired over prompts, Holm over workloads and pairs of sides."""
     tests = []
+    p_values = []
     for a, b in itertools.combinations(by_side, 2):
         left = _by_workload(by_side[a])
         right = _by_workload(by_side[b])
@@ -486,53 +467,12 @@ def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
             x = acceptance(left[workload])
             y = acceptance(right[workload])
             if x is not None and y is not None:
-                result = compare(
-                    *(measured_values(side[workload], "acceptance") for side in (left, right))
-                )
-                tests.append(
-                    (
-                        a,
-                        b,
-                        result,
-                        {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts},
-                    )
-                )
-    tests.sort(key=lambda t: t[:2])
-    for (a, b, _, figures), p in zip(
-        tests, holm([result.p for _, _, result, _ in tests]), strict=True
-    ):
+                ours = measured_values(left[workload], "acceptance")
+                theirs = measured_values(right[workload], "acceptance")
+                result = compare(ours, theirs)
+                figures = {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts}
+                tests.append((a, b, figures))
+                p_values.append(result.p)
+    for (a, b, figures), p in zip(tests, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
             yield finding("different_acceptance", a, b, p=p, **figures)
-
-
-def _acceptance_falls(name: str, rows: Records) -> Findings:
-    """Name the workloads whose acceptance is below that of the side's others: Mann-Whitney over prompts, Holm over workloads."""
-    from scipy.stats import mannwhitneyu
-
-    groups: dict[str, list[float]] = {}
-    for workload, own in _by_workload(rows).items():
-        prompts = measured_values(own, "acceptance")
-        if len(prompts) >= LEAST_PROMPTS:
-            groups[workload] = [statistics.fmean(values) for values in prompts.values()]
-    if len(groups) < 2:
-        return
-    p_values = []
-    others: dict[str, list[float]] = {}
-    for workload, values in groups.items():
-        rest = [x for other, found in groups.items() if other != workload for x in found]
-        p_values.append(float(mannwhitneyu(values, rest, alternative="less").pvalue))
-        others[workload] = rest
-    for workload, p in zip(groups, holm(p_values), strict=True):
-        if p is not None and p < LEVEL:
-            values = groups[workload]
-            rest = others[workload]
-            means = {"own": statistics.fmean(values), "rest": statistics.fmean(rest)}
-            yield finding(
-                "acceptance_falls",
-                name,
-                workload=workload,
-                p=p,
-                n_own=len(values),
-                n_rest=len(rest),
-                **means,
-            )

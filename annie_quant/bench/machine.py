@@ -6,7 +6,7 @@ it, from memory and in a CUDA graph of about GRAPH_MS: longer than the slice of 
 that such a process shows in each graph.
 
 The state of a run is the median of its samples. A span in which the median of WINDOW samples in a row is further from it than
-LEAST_CHANGE, and than QUIET times the usual deviation of such medians, is another state; so is a limit that the driver does not
+MIN_CHANGE, and than QUIET times the usual deviation of such medians, is another state; so is a limit that the driver does not
 report in most of the run. Requests in such spans are marked invalid and measured again.
 """
 
@@ -19,7 +19,9 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -35,13 +37,15 @@ from annie_quant.gemm.arrays import DeviceArray, native, to_device
 from annie_quant.gemm.ops import Weight, w4a16
 from annie_quant.judge.statistics import median_interval
 
+T = TypeVar("T")
+
 # ---- the probe
 
 CPU_SHAPE = (2048, 4096)  # 4.7 MB
 GPU_SHAPE = (16384, 8192)  # 75 MB: more than the caches of a GB10 (24 MB) and of an H100 (50 MB)
 REPEATS = 5  # of a sample, which is the fastest one: a process that takes the core for a moment is not a state
 GRAPH_MS = 10.0
-MOST_PRODUCTS = 4096
+MAX_PRODUCTS = 4096
 
 
 def new_probe(on_gpu: bool) -> GpuProbe | CpuProbe:
@@ -54,10 +58,9 @@ def new_probe(on_gpu: bool) -> GpuProbe | CpuProbe:
 
 def _weight(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and block scales of a matrix, uint8."""
-    codes = (
-        np.arange(shape[0] * shape[1] // 2, dtype=np.uint32).astype(np.uint8).reshape(shape[0], -1)
-    )
-    return codes, np.full((shape[0], shape[1] // 16), 0x38, np.uint8)
+    rows, columns = shape
+    codes = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8)
+    return codes.reshape(rows, -1), np.full((rows, columns // 16), 0x38, np.uint8)
 
 
 class CpuProbe:
@@ -72,9 +75,8 @@ class CpuProbe:
 
     def time_ms(self) -> float:
         """Return the time of one product."""
-        return 1e3 * min(
-            timeit.repeat(lambda: nvfp4.gemv(self._x, self._weight), number=1, repeat=REPEATS)
-        )
+        product = partial(nvfp4.gemv, self._x, self._weight)
+        return 1e3 * min(timeit.repeat(product, number=1, repeat=REPEATS))
 
 
 class GpuProbe:
@@ -89,7 +91,7 @@ class GpuProbe:
         self._stream = native().stream_new()
         self._products = 1
         self._graph = self._captured(1)
-        self._products = max(1, min(MOST_PRODUCTS, round(GRAPH_MS / self.time_ms())))
+        self._products = max(1, min(MAX_PRODUCTS, round(GRAPH_MS / self.time_ms())))
         native().graph_free(self._graph)
         self._graph = self._captured(self._products)
         self.name = f"NVFP4 product {GPU_SHAPE[0]} x {GPU_SHAPE[1]} on the GPU"
@@ -103,22 +105,18 @@ class GpuProbe:
 
     def time_ms(self) -> float:
         """Return the time of one product. Raises RuntimeError where the GPU fails."""
-        return (
-            min(native().graph_time(self._graph, self._stream) for _ in range(REPEATS))
-            / self._products
-        )
+        times = [native().graph_time(self._graph, self._stream) for _ in range(REPEATS)]
+        return min(times) / self._products
 
 
-FILE = "machine.jsonl"
+SAMPLES_FILE = "machine.jsonl"
 EVERY_S = 2.0
 WINDOW = 9
-LEAST_SAMPLES = 3 * WINDOW
-LEAST_CHANGE = 0.08
+MIN_SAMPLES = 3 * WINDOW
+MIN_CHANGE = 0.08
 QUIET = 5.0
-BINS = 24  # for the interval of the probe's median: neighbouring samples are alike
+PROBE_BINS = 24  # for the interval of the probe's median: neighbouring samples are alike
 PASSES = 2  # how often marked requests are measured again
-
-Floats = NDArray[np.float64]
 
 
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -147,7 +145,7 @@ class Monitor:
     """
 
     def __init__(self, folder: Path, restart: bool = False, on_gpu: bool = False) -> None:
-        self.log = JsonLines(folder / FILE, restart=restart)
+        self.log = JsonLines(folder / SAMPLES_FILE, restart=restart)
         self.samples = self.log.values(_decode)
         self._probe: GpuProbe | CpuProbe | None = None
         self._on_gpu = on_gpu
@@ -176,7 +174,7 @@ class Monitor:
 
 def read_samples(folder: Path) -> list[Sample]:
     """Return the samples of a run directory; [] where it has none."""
-    path = folder / FILE
+    path = folder / SAMPLES_FILE
     if not path.is_file():
         return []
     return read_lines(path, _decode)
@@ -191,38 +189,44 @@ def _decode(line: bytes, where: str) -> Sample:
 
 def unsteady(samples: Sequence[Sample]) -> list[MachineSpan]:
     """Return the spans in which the machine was in another state than in most of the run, in order."""
-    usual = Counter(s.probe for s in samples).most_common(1)[0][0] if samples else ""
+    if not samples:
+        return []
+    probe = _most_common([s.probe for s in samples])
+    probe_times = [(s.time_unix_s, s.probe_ms) for s in samples if s.probe == probe and s.probe_ms]
+    clocks = [(s.time_unix_s, s.clock_mhz) for s in samples if s.clock_mhz]
     spans = [
-        *_changes(
-            [s for s in samples if s.probe == usual],
-            "probe_ms",
-            "the probe took {:.0%} {}",
-            ("longer", "less"),
-        ),
-        *_changes(samples, "clock_mhz", "the clock was {:.0%} {}", ("higher", "lower")),
+        *_changes(probe_times, "the probe took {:.0%} longer", "the probe took {:.0%} less"),
+        *_changes(clocks, "the clock was {:.0%} higher", "the clock was {:.0%} lower"),
         *_limits(samples),
     ]
     return sorted(spans, key=lambda span: span.start_unix_s)
 
 
-def _changes(
-    samples: Sequence[Sample], field: str, text: str, words: tuple[str, str]
-) -> list[MachineSpan]:
-    rows = [(s.time_unix_s, value) for s in samples if (value := getattr(s, field))]
-    if len(rows) < LEAST_SAMPLES:
+def _most_common(values: Sequence[T]) -> T:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _changes(rows: Sequence[tuple[float, float]], more: str, less: str) -> list[MachineSpan]:
+    """Return the spans in which a figure differs from most of the run.
+
+    rows: (time, figure).
+    more, less: the causes of a larger and of a smaller figure, with a place for the change.
+    """
+    if len(rows) < MIN_SAMPLES:
         return []
-    times = [t for t, _ in rows]
-    logs = np.log([value for _, value in rows])
+    times, figures = zip(*rows, strict=True)
+    logs = np.log(figures)
     medians, limit = _medians(logs)
     spans = []
-    for start, end in _runs(np.abs(medians) > limit):
-        change = math.expm1(float(np.median(logs[start : end + WINDOW - 1]) - np.median(logs)))
-        cause = text.format(abs(change), words[change < 0])
-        spans.append(_span(times, start, end + WINDOW - 2, cause))
+    for first, end in _runs(np.abs(medians) > limit):
+        last = end + WINDOW - 2
+        change = math.expm1(float(np.median(logs[first : last + 1]) - np.median(logs)))
+        cause = (less if change < 0 else more).format(abs(change))
+        spans.append(_span(times, first, last, cause))
     return spans
 
 
-def _medians(logs: Floats) -> tuple[Floats, float]:
+def _medians(logs: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """Return (medians of WINDOW values in a row less that of all, how far such a median may be from 0).
 
     The usual deviation is that of the medians, or that which the differences of neighbours give: few windows may all be alike.
@@ -231,26 +235,25 @@ def _medians(logs: Floats) -> tuple[Floats, float]:
     medians = np.median(windows, axis=1) - np.median(logs)
     neighbours = np.median(np.abs(np.diff(logs))) / math.sqrt(2) * 1.2533 / math.sqrt(WINDOW)
     usual = 1.4826 * max(float(np.median(np.abs(medians))), float(neighbours))
-    return medians, max(math.log1p(LEAST_CHANGE), QUIET * usual)
+    return medians, max(math.log1p(MIN_CHANGE), QUIET * usual)
 
 
 def _limits(samples: Sequence[Sample]) -> list[MachineSpan]:
     """Return the spans in which the driver reports a limit that it does not report in most of the run."""
-    if not samples:
-        return []
-    usual = Counter(s.throttle for s in samples).most_common(1)[0][0]
+    usual = _most_common([s.throttle for s in samples])
     times = [s.time_unix_s for s in samples]
-    flags = np.array([s.throttle is not None and s.throttle != usual for s in samples])
-    return [
-        _span(times, a, b - 1, f"the driver reported {samples[a].throttle}")
-        for a, b in _runs(flags)
-    ]
+    is_new = np.array([s.throttle is not None and s.throttle != usual for s in samples])
+    spans = []
+    for first, end in _runs(is_new):
+        cause = f"the driver reported {samples[first].throttle}"
+        spans.append(_span(times, first, end - 1, cause))
+    return spans
 
 
 def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return (first, end) of each run of true flags."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(int)))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    edges = np.flatnonzero(np.diff(flags.astype(int), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineSpan:
@@ -265,16 +268,19 @@ def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineS
 
 def mark(records: Iterable[RequestRecord], spans: Sequence[MachineSpan]) -> list[RequestRecord]:
     """Set `invalid` of each record, and return those whose time overlaps with a span."""
-    marked = []
+    invalid = []
     for record in records:
-        start = math.inf if record.timings.started_unix_s is None else record.timings.started_unix_s
+        start = record.timings.started_unix_s
+        record.load.invalid = None
+        if start is None:
+            continue
         end = start + (record.timings.e2e_ms or 0.0) / 1e3
-        record.load.invalid = next(
-            (s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None
-        )
-        if record.load.invalid is not None:
-            marked.append(record)
-    return marked
+        for span in spans:
+            if start <= span.end_unix_s and end >= span.start_unix_s:
+                record.load.invalid = span.cause
+                invalid.append(record)
+                break
+    return invalid
 
 
 def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> MachineState | None:
@@ -282,25 +288,29 @@ def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> Ma
     if not samples:
         return None
     values = [s.probe_ms for s in samples]
-    bins = np.array_split(np.array(values), min(BINS, len(values)))
+    # Neighbouring samples are alike, so the interval is that of the medians of bins.
+    bins = np.array_split(np.array(values), min(PROBE_BINS, len(values)))
     low, high = median_interval([float(np.median(part)) for part in bins])
-    spaces = np.diff([s.time_unix_s for s in samples])
-    usual_s = float(np.median(spaces)) if len(spaces) else 0.0
-    enough = len(values) >= LEAST_SAMPLES
+    times = [s.time_unix_s for s in samples]
+    usual_s = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     last = {r.id: r for r in records}
-    return MachineState(
+    state = MachineState(
         probe=samples[-1].probe,
         samples=len(samples),
         probe_ms=statistics.median(values),
         low=low,
         high=high,
-        cost=statistics.fmean(s.took_s for s in samples) / usual_s if usual_s else 0.0,
-        least_change=math.expm1(_medians(np.log(values))[1]) if enough else 0.0,
         resolution_s=(WINDOW // 2 + 1) * usual_s,
         spans=unsteady(samples),
         marked=sum(r.load.invalid is not None for r in records),
         left=sum(r.load.invalid is not None for r in last.values()),
     )
+    if usual_s:
+        state.cost = statistics.fmean(s.took_s for s in samples) / usual_s
+    if len(values) >= MIN_SAMPLES:
+        _, limit = _medians(np.log(values))
+        state.least_change = math.expm1(limit)
+    return state
 
 
 def findings(state: MachineState | None, requests: int, backends: Sequence[str]) -> list[Confound]:
@@ -309,30 +319,29 @@ def findings(state: MachineState | None, requests: int, backends: Sequence[str])
         return []
     causes = "; ".join(dict.fromkeys(span.cause for span in state.spans))[:300]
     if state.left:
-        return [
-            finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)
-        ]
+        figures = {"causes": causes, "left": state.left, "of": requests}
+        return [finding("machine_unsettled", *backends, **figures)]
     seconds = 0.0
     end = 0.0
     for span in state.spans:  # in order of their start; they may overlap
         seconds += max(0.0, span.end_unix_s - max(span.start_unix_s, end))
         end = max(end, span.end_unix_s)
-    return [
-        finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)
-    ]
+    figures = {"causes": causes, "seconds": seconds, "marked": state.marked}
+    return [finding("machine_unsteady", *backends, **figures)]
 
 
 def unequal(stored: MachineState | None, new: MachineState | None) -> str:
     """Return how this machine differs from that of a stored run by the probe, "" where it does not or both are not known."""
-    known = [state for state in (stored, new) if state is not None and state.low and state.high]
-    if len(known) < 2 or known[0].probe != known[1].probe:
+    if stored is None or new is None or stored.probe != new.probe:
         return ""
-    before, after = known
-    low = (after.low or 0.0) / (before.high or 1.0)
-    high = (after.high or 0.0) / (before.low or 1.0)
-    if low <= 1 + LEAST_CHANGE / 4 and high >= 1 - LEAST_CHANGE / 4:
+    if not (stored.low and stored.high and new.low and new.high):
         return ""
+    low = new.low / stored.high - 1
+    high = new.high / stored.low - 1
+    if low <= MIN_CHANGE / 4 and high >= -MIN_CHANGE / 4:
+        return ""
+    change = new.probe_ms / stored.probe_ms - 1
     return (
-        f"the machines are not equal: the probe takes {after.probe_ms:.3g} ms here, {before.probe_ms:.3g} ms in the stored run "
-        f"({after.probe_ms / before.probe_ms - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}])"
+        f"the machines are not equal: the probe takes {new.probe_ms:.3g} ms here, {stored.probe_ms:.3g} ms in the stored run "
+        f"({change:+.1%} [{low:+.1%}, {high:+.1%}])"
     )

@@ -1,4 +1,4 @@
-"""Memory of a server: idle, with one request, with five at once, at its peak, and whether it grows during a run."""
+"""Memory of a server: idle, with one request, with five at once, and at its peak."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from annie_quant import documents
 from annie_quant.bench.backend import Backend
 from annie_quant.core import host
-from annie_quant.documents import MemoryFigures, MemoryGrowth, MemoryLevels
+from annie_quant.documents import MemoryFigures, MemoryLevels
 
 SAMPLE_S = 0.02
 RUN_SAMPLE_S = 1.0  # while the benchmark sends its requests
-MAX_TRACE = 7200  # samples of a trace; a longer one keeps every second sample, and later ones at that distance
 GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
 
@@ -36,9 +33,10 @@ def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
 def sample(pid: int) -> MemoryFigures:
     """Return the memory of a process and its children now."""
     pids = host.process_tree(pid)
+    memory = host.memory()
     return MemoryFigures(
         process_rss_bytes=host.resident_bytes(pids),
-        system_used_bytes=memory.used_bytes if (memory := host.memory()) else None,
+        system_used_bytes=memory.used_bytes if memory else None,
         gpu_process_bytes=_gpu(pids),
     )
 
@@ -50,12 +48,6 @@ class PeakMemory:
         self.pid = pid
         self.every_s = every_s
         self.highest = sample(pid)
-        self.trace: list[
-            tuple[float, float]
-        ] = []  # (Unix time in seconds, bytes), evenly spaced over the whole run
-        # every _stride-th sample is in the trace
-        self._samples = 0
-        self._stride = 1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -73,23 +65,14 @@ class PeakMemory:
             self._sample()
 
     def _sample(self) -> None:
-        now = sample(self.pid)
-        self.highest = highest(self.highest, now)
-        sizes = (now.gpu_process_bytes, now.process_rss_bytes, now.system_used_bytes)
-        size = next((value for value in sizes if value is not None), None)
-        if size is not None and self._samples % self._stride == 0:
-            self.trace.append((time.time(), float(size)))
-        self._samples += 1
-        if len(self.trace) >= MAX_TRACE:
-            self.trace, self._stride = self.trace[::2], 2 * self._stride
+        self.highest = highest(self.highest, sample(self.pid))
 
 
 def highest(*samples: MemoryFigures) -> MemoryFigures:
     """Return each figure's largest value; None where no sample has it."""
-    names = MemoryFigures.__struct_fields__
     largest = {}
-    for name in names:
-        sizes = [getattr(sample, name) for sample in samples]
+    for name in MemoryFigures.__struct_fields__:
+        sizes = (getattr(sample, name) for sample in samples)
         largest[name] = max((size for size in sizes if size is not None), default=None)
     return MemoryFigures(**largest)
 
@@ -110,76 +93,21 @@ def _gpu(pids: list[int]) -> int | None:
     return sum(sizes) if sizes else None
 
 
-# ---- growth, from samples of the whole run
-#
-# The slope is Theil and Sen's (the median of the slopes between bins), so that single peaks do not matter; its interval comes from
-# resampled bins. The first part of a run is left out: a server fills its cache and pools first.
-
-FILE = "memory_trace.json"
-SETTLING_SHARE = 0.25  # of the run, left out
-BINS = 24
-LEAST_BINS = 8
-RESAMPLES = 299
-LEAST_BYTES = 16 << 20  # over the measured time: less is noise of the allocator
-LEAST_SHARE = 0.005  # of the memory in use
-
-Trace = Sequence[tuple[float, float]]  # (seconds, bytes)
-
-
-def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
-    """Return the slope of a server's memory; None for too few samples."""
-    data = np.asarray(trace, dtype=np.float64).reshape(-1, 2)
-    if not len(data):
-        return None
-    start = data[0, 0]
-    end = data[-1, 0]
-    data = data[data[:, 0] >= start + SETTLING_SHARE * (end - start)]
-    bins = min(BINS, len(data) // 2)
-    if bins < LEAST_BINS:
-        return None
-    parts = np.array_split(data, bins)
-    points = np.array([[part[:, 0].mean(), np.median(part[:, 1])] for part in parts])
-    hours = (points[-1, 0] - points[0, 0]) / 3600
-    if hours <= 0:
-        return None
-    rng = np.random.default_rng(seed)
-    rate = slope(points)
-    picked = (np.unique(rng.integers(0, bins, bins)) for _ in range(RESAMPLES))
-    low, high = np.quantile([slope(points[places]) for places in picked], [0.025, 0.975]).tolist()
-    least = max(LEAST_BYTES, LEAST_SHARE * float(np.median(points[:, 1])))
-    grows = bool(low > 0 and rate * hours > least)
-    return MemoryGrowth(
-        bytes_per_hour=rate, low=low, high=high, hours=float(hours), samples=len(data), grows=grows
-    )
-
-
-def slope(points: object) -> float:
-    """Return the median of the slopes between all pairs of points [time in s, bytes], in bytes per hour."""
-    from scipy.stats import theilslopes
-
-    times, sizes = np.asarray(points).T
-    return float(theilslopes(sizes, times)[0]) * 3600
-
-
-def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the samples by backend; {} for a run without any."""
-    path = folder / FILE
-    return documents.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
-
-
 class ServerMemory:
     """The memory of a run's servers, sampled while the block runs.
 
     backends: those whose process id (`pid` in their meta) is known are sampled.
-    folder: the run directory, with memory.json and memory_trace.json.
+    folder: the run directory, with memory.json.
     """
 
     def __init__(self, backends: Sequence[Backend], folder: Path) -> None:
-        pids = {b.name: int(b.meta["pid"]) for b in backends if b.meta.get("pid")}
         self.path = folder / "memory.json"
-        self.folder = folder
         self._stack = ExitStack()
-        self.peaks = {name: PeakMemory(pid, every_s=RUN_SAMPLE_S) for name, pid in pids.items()}
+        self.peaks: dict[str, PeakMemory] = {}
+        for backend in backends:
+            pid = backend.meta.get("pid")
+            if pid:
+                self.peaks[backend.name] = PeakMemory(int(pid), every_s=RUN_SAMPLE_S)
 
     def __enter__(self) -> ServerMemory:
         for peak in self.peaks.values():
@@ -201,12 +129,3 @@ class ServerMemory:
                 own = measure(peak.pid, partial(send, name))
                 own.peak = highest(peak.highest, own.idle, own.one, own.five)
                 documents.write(self.path, levels | {name: own})
-
-    def add_traces(self) -> dict[str, Trace]:
-        """Add the samples of this execution to memory_trace.json; return all samples by backend."""
-        traces: dict[str, Trace] = {**read_traces(self.folder)}
-        for name, peak in self.peaks.items():
-            traces[name] = [*traces.get(name, ()), *peak.trace]
-        if traces:
-            documents.write(self.folder / FILE, traces)
-        return traces

@@ -8,12 +8,11 @@ for two backends), so that a slow drift of the machine affects all of them alike
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,17 @@ from typing import Any
 import msgspec
 
 from annie_quant import documents
-from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import (
-    BenchConfig,
-    Load,
-    PairedGate,
-    PairedResult,
-    RequestLoad,
-    RequestRecord,
-    Roles,
-    by_backend,
-)
+from annie_quant.documents import BenchConfig, Load, RequestLoad, RequestRecord, Roles
 from annie_quant.judge import decision
-from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.library import build_workload, load_workloads
-from annie_quant.judge.pairing import deciding_by_prompt
-from annie_quant.judge.statistics import compare, holm, wilson
 from annie_quant.judge.workloads import Case, Workload, context_text
 
-PathLike = str | os.PathLike[str]
 ALONE = Load()
 JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
 OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
@@ -73,14 +58,14 @@ class BenchPlan:
 def plan_benchmark(
     backends: Sequence[Backend],
     workloads: Sequence[Workload | str],
-    output: PathLike,
+    output: str | os.PathLike[str],
     *,
     concurrency: int | Sequence[int] = 1,
     rates: Sequence[float] = (),
     trace_speeds: Sequence[float] = (1.0,),
     resume: bool = True,
     stop_at_smoke: bool = True,
-    reference_run: PathLike | None = None,
+    reference_run: str | os.PathLike[str] | None = None,
     candidate: str | None = None,
     reference: str | None = None,
     incumbent: str | None = None,
@@ -90,32 +75,28 @@ def plan_benchmark(
     loaded = [w if isinstance(w, Workload) else load_workloads([w])[0] for w in workloads]
     levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
     loads = [*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)]
-    used = [load for load in loads if any(applies(load, w) for w in loaded)]
-    used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
-    elsewhere = (
-        reference
-        if reference_run is not None and reference not in [b.name for b in backends]
-        else None
-    )
+    loads = [load for load in loads if any(applies(load, w) for w in loaded)]
+    if any(w.has_arrivals for w in loaded):
+        loads += [Load(0, None, speed) for speed in trace_speeds]
+    # A reference that is no side of this run is one of the earlier run.
+    is_recorded = reference_run is not None and reference not in [b.name for b in backends]
+    own_reference = None if is_recorded else reference
     config = BenchConfig(
-        roles=Roles(
-            candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent
-        ),
+        roles=Roles(candidate=candidate, reference=own_reference, incumbent=incumbent),
         backends=[b.settings for b in backends],
-        loads=used,
+        loads=loads,
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
     )
     _check(config)
-    run = None if reference_run is None else Path(reference_run)
     return BenchPlan(
         config=config,
         backends=tuple(backends),
         workloads=tuple(loaded),
         folder=Path(output),
         resume=resume,
-        reference_run=run,
-        reference_name=elsewhere,
+        reference_run=None if reference_run is None else Path(reference_run),
+        reference_name=reference if is_recorded else None,
         stop_at_smoke=stop_at_smoke,
     )
 
@@ -142,8 +123,6 @@ def _check(config: BenchConfig) -> None:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
     if config.prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
-    if config.stop_early and len(config.loads) > 1:
-        raise UsageError("stopping early works with one load", "run each load separately")
 
 
 @dataclass(frozen=True)
@@ -159,11 +138,15 @@ class Visit:
 
     def ids(self, case: Case, repeat: int) -> list[str]:
         """Return a record's id for each turn."""
-        load = self.load.label.replace(
-            "/", "p"
-        )  # "@2ps" of "@2/s": a "/" separates the parts of an id
+        # "@2ps" of "@2/s": a "/" separates the parts of an id
+        load = self.load.label.replace("/", "p")
         name = f"{self.backend}/{self.workload.name}{load}"
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
+
+    @property
+    def all_ids(self) -> list[str]:
+        """The ids of all its records."""
+        return [i for case, repeat in self.cases for i in self.ids(case, repeat)]
 
     def record(self, case: Case, repeat: int, turn: int) -> RequestRecord:
         """Return the record of one request with what is planned; the rest is set when it is sent."""
@@ -195,9 +178,9 @@ def fits(visit: Visit, most: float | None) -> bool:
         return True
     sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
     tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
-    return (
-        workload.context.tokens if workload.context else 0
-    ) + tokens + workload.max_tokens <= most
+    if workload.context:
+        tokens += workload.context.tokens
+    return tokens + workload.max_tokens <= most
 
 
 def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
@@ -206,17 +189,18 @@ def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
         return list(workload.cases)
     if workload.has_arrivals:
         return list(workload.cases[:n])
-    picked = random.Random(f"{seed}/{workload.name}").sample(range(len(workload.cases)), n)
-    return [workload.cases[i] for i in sorted(picked)]
+    indices = random.Random(f"{seed}/{workload.name}").sample(range(len(workload.cases)), n)
+    return [workload.cases[i] for i in sorted(indices)]
 
 
 def planned_visits(
     backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig
 ) -> list[Visit]:
     """Return all measured visits in order. The same arguments give the same plan, so that a run can be resumed."""
-    return [
-        visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)
-    ]
+    visits = []
+    for load in config.loads:
+        visits += _plan_load(backends, workloads, config, load)
+    return visits
 
 
 def _plan_load(
@@ -225,22 +209,23 @@ def _plan_load(
     rng = random.Random(f"{config.seed}/{load.label}")
     together = load.concurrency or OPEN_LOOP_REQUESTS
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
-    for workload in (w for w in workloads if applies(load, w)):
-        chosen = choose(workload, config.n, config.seed)
-        requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
+    for workload in workloads:
+        if not applies(load, workload):
+            continue
+        cases = choose(workload, config.n, config.seed)
+        requests = [(case, repeat) for repeat in range(config.runs) for case in cases]
         if load.trace_speed is None:
-            requests += [(case, config.runs) for case in measured_again(chosen, config)]
+            requests += [(case, config.runs) for case in measured_again(cases, config)]
             rng.shuffle(requests)
-        groups += [
-            (workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)
-        ]
+        for start in range(0, len(requests), together):
+            groups.append((workload, tuple(requests[start : start + together])))
     if load.trace_speed is None:
         rng.shuffle(groups)
     visits = []
     order: list[str] = []
-    for index, (workload, cases) in enumerate(groups):
+    for index, (workload, group) in enumerate(groups):
         order = order[::-1] if index % 2 else rng.sample(list(backends), len(backends))
-        visits += [Visit(index // 2, name, workload, cases, load) for name in order]
+        visits += [Visit(index // 2, name, workload, group, load) for name in order]
     return visits
 
 
@@ -248,9 +233,8 @@ def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
     """Return the cases that get one measurement more than config.runs: the A/A measurement of runs without repeats."""
     if config.runs > 1:
         return []
-    return random.Random(f"{config.seed}/again").sample(
-        list(chosen), int(len(chosen) * config.noise_share)
-    )
+    count = int(len(chosen) * config.noise_share)
+    return random.Random(f"{config.seed}/again").sample(list(chosen), count)
 
 
 def warmups(
@@ -292,17 +276,15 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
 # ---- contexts: the first server reports once per run how many words of the text make a token; all servers get the same text
 
 SAMPLE_WORDS = 600
+MIN_WORDS_PER_TOKEN = 0.1
+MAX_WORDS_PER_TOKEN = 2.0
 
 
 def _has_text_of_a_length(workload: Workload) -> bool:
     context = workload.context
-    return context is not None and bool(
-        context.tokens or any(case.prompt_tokens for case in workload.cases)
-    )
-
-
-LOWEST = 0.1
-HIGHEST = 2.0
+    if context is None:
+        return False
+    return bool(context.tokens) or any(case.prompt_tokens for case in workload.cases)
 
 
 class ContextSize(msgspec.Struct, kw_only=True):
@@ -322,125 +304,21 @@ def sized(
         return list(workloads)
     path = folder / "context.json"
     if not path.exists():
-        case = {
-            "id": "words",
-            "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}],
-        }
+        message = {"role": "user", "content": context_text(SAMPLE_WORDS)}
+        case = {"id": "words", "messages": [message]}
         sample = build_workload(
             {"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]}
         )
         tokens = prompt_tokens(sample.request(sample.cases[0]))
         if not tokens:
             return list(workloads)
-        documents.write(
-            path, ContextSize(words_per_token=min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens)))
-        )
-    size = {"words_per_token": documents.decode(ContextSize, path).words_per_token}
-    return [
-        replace(w, context=msgspec.structs.replace(w.context, **size)) if w.context else w
-        for w in workloads
-    ]
-
-
-# ---- when to stop early without more false findings: interim looks (group-sequential), of which the early ones use little alpha
-#
-# LOOKS looks at the 5 % level would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks
-# is made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
-# run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/rule.py) at LEVEL,
-# and each compared time differs significantly or is equivalent (its interval is within EQUIVALENT of the other side's median). The
-# gates of a single backend are compared with their absolute requirements.
-
-LOOKS = 5
-LEVEL = 0.0025  # of each early look; 1 % for all of them
-EQUIVALENT = 0.03
-METRICS = ("ttft_content_ms", "tpot_ms")
-
-
-def looks(visits: int, block: int) -> list[int]:
-    """Return after how many visits to look, in whole blocks: LOOKS - 1 times (the last look is the end)."""
-    marks = {visits * k // LOOKS // block * block for k in range(1, LOOKS)}
-    return sorted(mark for mark in marks if 0 < mark < visits)
-
-
-def open_questions(
-    records: Sequence[RequestRecord],
-    backends: Sequence[str],
-    greedy: Collection[str],
-    roles: Roles | None = None,
-) -> list[str]:
-    """Return what the records cannot decide yet; empty when everything is decided.
-
-    roles: None: those that follow from the order of the backends.
-    """
-    undecided = [*_open_gates(records, backends, greedy, roles)]
-    times = [*compared_times(records, backends, confidence=1 - LEVEL)]
-    for (a, b, metric, result), p in zip(
-        times, holm([result.p for *_, result in times]), strict=True
-    ):
-        if not (p is not None and p < LEVEL) and not _equivalent(result):
-            undecided.append(f"{a} against {b}: {metric}")
-    return undecided
-
-
-def compared_times(
-    records: Sequence[RequestRecord], backends: Sequence[str], confidence: float = 0.95
-) -> Iterator[tuple[str, str, str, PairedResult]]:
-    """Yield (a, b, metric, result) of each compared time that both backends have, one request in flight."""
-    fit = by_backend((r for r in timed(records) if r.load.alone), backends)
-    for a, b in itertools.combinations(backends, 2):
-        for metric in METRICS:
-            x = values_by_prompt(fit[a], metric)
-            y = values_by_prompt(fit[b], metric)
-            if x and y:
-                yield a, b, metric, compare(x, y, confidence=confidence)
-
-
-def paired_gates(
-    records: Sequence[RequestRecord],
-    backends: Sequence[str],
-    greedy: Collection[str],
-    roles: Roles | None,
-) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
-    """Yield each backend that has a reference, with its judged gates that decide."""
-    roles = roles or decision.assign(backends, {})
-    own = by_backend(records, backends)
-    for name in backends:
-        reference = decision.other_side(roles, name)
-        if reference is not None:
-            before = deciding_by_prompt(own[reference], greedy)
-            after = deciding_by_prompt(own[name], greedy)
-            gates, _ = judged_pairs(before, after, bf16=reference == roles.reference)
-            yield name, decision.deciding(gates)
-
-
-def _open_gates(
-    records: Sequence[RequestRecord],
-    backends: Sequence[str],
-    greedy: Collection[str],
-    roles: Roles | None,
-) -> Iterator[str]:
-    for name, gates in paired_gates(records, backends, greedy, roles):
-        for gate, pair in gates.items():
-            if not decision.decided_at(gate, pair, LEVEL):
-                yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
-    if len(backends) == 1:
-        name = backends[0]
-        for gate, (passes, n) in gate_counts(
-            [r for r in records if r.backend == name], greedy
-        ).items():
-            if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
-                yield f"{name}: {gate} ({passes} of {n})"
-
-
-def _gate_decided(passes: int, n: int, threshold: Threshold) -> bool:
-    if threshold.kind == "zero":
-        return passes < n or n >= LARGE_N
-    low, high = wilson(passes, n, 1 - LEVEL)
-    return low >= threshold.limit or high < threshold.limit
-
-
-def _equivalent(result: PairedResult) -> bool:
-    if result.low is None or result.high is None or not result.median_a:
-        return False
-    margin = EQUIVALENT * result.median_a
-    return -margin <= result.low and result.high <= margin
+        measured = min(MAX_WORDS_PER_TOKEN, max(MIN_WORDS_PER_TOKEN, SAMPLE_WORDS / tokens))
+        documents.write(path, ContextSize(words_per_token=measured))
+    words_per_token = documents.decode(ContextSize, path).words_per_token
+    result = []
+    for workload in workloads:
+        context = workload.context
+        if context:
+            context = msgspec.structs.replace(context, words_per_token=words_per_token)
+        result.append(replace(workload, context=context))
+    return result

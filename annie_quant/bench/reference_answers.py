@@ -28,6 +28,7 @@ from annie_quant.judge.workloads import Case, Workload
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
 RECORDED = "bf16 (recorded)"  # how results name these answers
+Cases = dict[tuple[str, str], tuple[Workload, Case]]
 Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
 
 
@@ -105,23 +106,22 @@ def mark(
 
     reference: bf16's records, of this run (then they are among `records`) or of an earlier one.
     """
-    cases = {
-        (w.name, c.id): (w, c)
-        for w in workloads
-        if w.temperature == 0 and set(REFERENCE_GATES) & set(w.gates)
-        for c in w.cases
-    }
+    cases: Cases = {}
+    for workload in workloads:
+        if workload.temperature == 0 and set(REFERENCE_GATES) & set(workload.gates):
+            cases |= {(workload.name, case.id): (workload, case) for case in workload.cases}
     before = [(dict(r.judgement.checks), dict(r.judgement.faults)) for r in records]
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
-    answers = {
-        key: record.answer for record, key in reversed(own) if not record.answer.fault
-    }  # the first of each
+    answers: dict[Key, Answer] = {}
+    for record, key in own:
+        if not record.answer.fault:
+            answers.setdefault(key, record.answer)
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())
-        unstable |= {
-            (key, gate) for gate in REFERENCE_GATES if record.judgement.checks.get(gate) is False
-        }
+        for gate in REFERENCE_GATES:
+            if record.judgement.checks.get(gate) is False:
+                unstable.add((key, gate))
     for record, key in [*own, *keyed([r for r in records if (r.workload, r.case) in cases])]:
         _check(record, key, cases, answers, unstable)
     return before != [(r.judgement.checks, r.judgement.faults) for r in records]
@@ -130,7 +130,7 @@ def mark(
 def _check(
     record: RequestRecord,
     key: Key,
-    cases: Mapping[tuple[str, str], tuple[Workload, Case]],
+    cases: Cases,
     answers: Mapping[Key, Answer],
     unstable: Iterable[tuple[Key, str]],
 ) -> None:
@@ -143,16 +143,16 @@ def _check(
         return
     at_turn = case.at_turn(record.turn)
     for gate in workload.gates:
-        if gate in REFERENCE_GATES and (key, gate) not in unstable:
-            fault = GATES[gate].check(record.answer, at_turn, workload, reference)
-            if (
-                record.answer.fault
-                and GATES[gate].check(reference, at_turn, workload, reference) is not None
-            ):
-                fault = record.answer.fault
-            if fault is not None:
-                record.judgement.checks[gate] = not fault
-                record.judgement.faults |= {gate: fault} if fault else {}
+        if gate not in REFERENCE_GATES or (key, gate) in unstable:
+            continue
+        check = GATES[gate].check
+        fault = check(record.answer, at_turn, workload, reference)
+        if record.answer.fault and check(reference, at_turn, workload, reference) is not None:
+            fault = record.answer.fault
+        if fault is not None:
+            record.judgement.checks[gate] = not fault
+        if fault:
+            record.judgement.faults[gate] = fault
 
 
 def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
@@ -160,9 +160,8 @@ def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
     conversations: dict[str, dict[int, str]] = {}
     measured = [r for r in records if not r.warmup]
     for record in measured:
-        answer = json.dumps(
-            [record.answer.text.strip(), [normalized_call(c) for c in record.answer.tool_calls]]
-        )
+        calls = [normalized_call(call) for call in record.answer.tool_calls]
+        answer = json.dumps([record.answer.text.strip(), calls])
         conversations.setdefault(_conversation(record), {})[record.turn] = answer
     result = []
     for record in measured:

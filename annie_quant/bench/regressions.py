@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,11 +22,11 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import (
     AdjustedResult,
     Inputs,
+    MachineState,
     PairedGate,
     PooledGates,
     RequestRecord,
     Standing,
-    by_backend,
     read_bench,
 )
 from annie_quant.judge import decision
@@ -33,7 +34,7 @@ from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
 
-LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
+MIN_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
 
 
 class MetricChange(AdjustedResult, kw_only=True):
@@ -81,151 +82,142 @@ class Regression(msgspec.Struct, kw_only=True):
 
 
 def regression(
-    before: str | os.PathLike[str], after: str | os.PathLike[str], least_loss: float = LEAST_LOSS
+    before: str | os.PathLike[str], after: str | os.PathLike[str], least_loss: float = MIN_LOSS
 ) -> Regression:
     """Compare two run directories over the backends, workloads and prompts that they share.
 
     least_loss: changes up to this share of the stored median are ignored. Raises UsageError when nothing is shared.
     """
-    folders = [Path(before), Path(after)]
-    runs = [read_bench(folder) for folder in folders]
-    greedy = [run.config.greedy for run in runs]
-    read = (
-        [*read_records(folder / "records.jsonl"), *read_unanswered(folder)] for folder in folders
-    )
-    measured = [_without_warmups(side) for side in read]
-    measured, left_out = _same_prompts(folders, measured)
-    by_side = [_by_backend(side) for side in measured]
-    shared = [name for name in by_side[0] if name in by_side[1]]
-    stored, new = (_prompts(side) for side in measured)
-    if not stored & new:
+    stored = _read_run(Path(before))
+    new = _read_run(Path(after))
+    left_out = _keep_same_prompts(stored, new)
+    shared = [name for name in stored.records if name in new.records]
+    if not any(stored.prompts(name) & new.prompts(name) for name in shared):
         problem = f"; {len(left_out)} ids have another content" if left_out else ""
         raise UsageError(
             f"{before} and {after} share no backend, workload and prompt{problem}",
             "run with the same backends and workloads",
         )
-    records = [timed(side) for side in measured]
-    silent = [_silent(side, shared) for side in by_side]
     rows: list[MetricChange] = []
     for backend in shared:
-        rows += _changes(records, backend)
+        rows += _changes(stored, new, backend)
     adjust(rows)
-    significant = [row for row in rows if row.significant and abs(row.change) > least_loss]
-    signs = {"lower": -1, "higher": 1, "neither": 0}
-    gains = [row.change * signs[METRICS[row.metric].better] for row in significant]
-    checks_before = {name: deciding_by_prompt(by_side[0][name], greedy[0]) for name in shared}
-    checks_after = {name: deciding_by_prompt(by_side[1][name], greedy[1]) for name in shared}
-    gates_lost, standing = _gates_lost(checks_before, checks_after)
+    gates_lost, outcome = _gates_lost(stored, new, shared)
     result = Regression(
-        worse=[row for row, gain in zip(significant, gains, strict=True) if gain < 0],
-        better=[row for row, gain in zip(significant, gains, strict=True) if gain > 0],
+        worse=[],
+        better=[],
         gates_lost=gates_lost,
         rows=rows,
-        outcome=standing,
-        silent=[n for n in shared if n in silent[1] - silent[0]],
+        outcome=outcome,
+        silent=[name for name in shared if new.is_silent(name) and not stored.is_silent(name)],
         left_out=left_out,
-        machine=unequal(*(run.aggregates.machine for run in runs)),
+        machine=unequal(stored.machine, new.machine),
     )
+    for row in rows:
+        better = METRICS[row.metric].better
+        if row.significant and abs(row.change) > least_loss and better != "neither":
+            is_worse = (row.change > 0) == (better == "lower")
+            (result.worse if is_worse else result.better).append(row)
     if result.lost:
         result.outcome = "loses"
     return result
 
 
-def _without_warmups(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    return [r for r in records if not r.warmup]
+@dataclass
+class _MeasuredRun:
+    """The measured records of a run by backend, in the order of their first record."""
 
+    folder: Path
+    greedy: Collection[str]
+    machine: MachineState | None
+    records: dict[str, list[RequestRecord]]
 
-def _by_backend(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    """Return the records of each backend, in the order of their first record."""
-    by_backend: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        by_backend.setdefault(record.backend, []).append(record)
-    return by_backend
+    @property
+    def all_records(self) -> list[RequestRecord]:
+        return [record for rows in self.records.values() for record in rows]
 
+    def prompts(self, backend: str) -> set[tuple[str, str, int]]:
+        return {record.prompt for record in self.records[backend]}
 
-def _prompts(records: Sequence[RequestRecord]) -> set[tuple[str, tuple[str, str, int]]]:
-    return {(r.backend, r.prompt) for r in records}
+    def is_silent(self, backend: str) -> bool:
+        """Return whether no request of a backend has an answer."""
+        return all(record.answer.error for record in self.records[backend])
 
+    def checks(self, backend: str) -> CheckedPrompts:
+        return deciding_by_prompt(self.records[backend], self.greedy)
 
-def _silent(side: Mapping[str, Sequence[RequestRecord]], names: Sequence[str]) -> set[str]:
-    """Return the backends of which no request has an answer."""
-    return {name for name in names if all(r.answer.error for r in side[name])}
-
-
-def _same_prompts(
-    folders: Sequence[Path], measured: Sequence[list[RequestRecord]]
-) -> tuple[list[list[RequestRecord]], list[str]]:
-    """Return (each run's records of prompts with the same content in both, the prompts that are left out)."""
-    before, after = _contents(folders, measured)
-    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-    same = [_unchanged(side, changed) for side in measured]
-    records = list(itertools.chain(*same))
-    if not all(r.prompt_sha256 for r in records):
-        # A run of version 0.2.0 or older: its ids are compared.
-        for record in records:
-            record.prompt_sha256 = ""
-    return same, sorted(f"{workload}/{case}" for workload, case in changed)
-
-
-def _unchanged(
-    records: Sequence[RequestRecord], changed: set[tuple[str, str]]
-) -> list[RequestRecord]:
-    return [r for r in records if (r.workload, r.case) not in changed]
-
-
-def _contents(
-    folders: Sequence[Path], measured: Sequence[Sequence[RequestRecord]]
-) -> tuple[dict[tuple[str, str], str | bytes], ...]:
-    """Return what each run asked by (workload, case): its digests where both runs have them, else the prompts of inputs.json."""
-    if all(r.prompt_sha256 for r in itertools.chain(*measured)):
-        return tuple(map(_digests, measured))
-    for folder in folders:
-        if not (folder / "inputs.json").is_file():
+    def contents(self, has_digests: bool) -> dict[tuple[str, str], str | bytes]:
+        """Return what was asked by (workload, case): its digest, else the prompt of inputs.json."""
+        if has_digests:
+            return {(r.workload, r.case): r.prompt_sha256 for r in self.all_records}
+        path = self.folder / "inputs.json"
+        if not path.is_file():
             raise UsageError(
-                f"{folder} has no inputs.json, so its prompts cannot be compared",
+                f"{self.folder} has no inputs.json, so its prompts cannot be compared",
                 "measure it again",
             )
-    inputs = [
-        documents.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders
-    ]
-    return tuple(dict(contents(file.workloads)) for file in inputs)
+        return dict(contents(documents.decode(Inputs, path, error=UsageError).workloads))
 
 
-def _digests(records: Sequence[RequestRecord]) -> dict[tuple[str, str], str | bytes]:
-    return {(r.workload, r.case): r.prompt_sha256 for r in records}
+def _read_run(folder: Path) -> _MeasuredRun:
+    bench = read_bench(folder)
+    by_backend: dict[str, list[RequestRecord]] = {}
+    for record in [*read_records(folder / "records.jsonl"), *read_unanswered(folder)]:
+        if not record.warmup:
+            by_backend.setdefault(record.backend, []).append(record)
+    return _MeasuredRun(folder, bench.config.greedy, bench.aggregates.machine, by_backend)
 
 
-def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[MetricChange]:
-    before, after = (labelled(by_backend(side, [backend])[backend]) for side in records)
+def _keep_same_prompts(stored: _MeasuredRun, new: _MeasuredRun) -> list[str]:
+    """Remove the records of prompts whose content differs; return their ids."""
+    records = [*stored.all_records, *new.all_records]
+    # A run of version 0.2.0 or older has no digests.
+    has_digests = all(record.prompt_sha256 for record in records)
+    before = stored.contents(has_digests)
+    after = new.contents(has_digests)
+    differing = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+    for run in (stored, new):
+        for backend, rows in run.records.items():
+            run.records[backend] = [r for r in rows if (r.workload, r.case) not in differing]
+        run.records = {backend: rows for backend, rows in run.records.items() if rows}
+    if not has_digests:
+        for record in records:
+            record.prompt_sha256 = ""  # its ids are compared
+    return sorted(f"{workload}/{case}" for workload, case in differing)
+
+
+def _changes(stored: _MeasuredRun, new: _MeasuredRun, backend: str) -> list[MetricChange]:
+    before = labelled(timed(stored.records[backend]))
+    after = labelled(timed(new.records[backend]))
     changes = []
-    for label in before:
-        for metric in COMPARED if label in after else ():
-            result = compare(
-                values_by_prompt(before[label], metric), values_by_prompt(after[label], metric)
+    for label, metric in itertools.product(before, COMPARED):
+        if label not in after:
+            continue
+        values = values_by_prompt(before[label], metric)
+        result = compare(values, values_by_prompt(after[label], metric))
+        if result.median_a and result.median_difference is not None:
+            change = MetricChange(
+                backend=backend,
+                workload=label,
+                metric=metric,
+                change=result.median_difference / result.median_a,
+                **msgspec.structs.asdict(result),
             )
-            if result.median_a and result.median_difference is not None:
-                figures = msgspec.structs.asdict(result) | {
-                    "change": result.median_difference / result.median_a
-                }
-                changes.append(
-                    MetricChange(backend=backend, workload=label, metric=metric, **figures)
-                )
+            changes.append(change)
     return changes
 
 
 def _gates_lost(
-    before: Mapping[str, CheckedPrompts], after: Mapping[str, CheckedPrompts]
+    stored: _MeasuredRun, new: _MeasuredRun, backends: Sequence[str]
 ) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/rule.py)."""
-    pairs = {
-        name: pair_by_prompt(rows, after[name], bf16=False)
-        for name, rows in before.items()
-        if name in after
-    }
-    gates, pooled = decision.judge_gates(
-        {name: own for name, (own, _) in pairs.items()},
-        {name: together for name, (_, together) in pairs.items()},
-    )
+    paired: dict[str, Mapping[str, PairedGate]] = {}
+    together: dict[str, PooledGates | None] = {}
+    for name in backends:
+        paired[name], together[name] = pair_by_prompt(
+            stored.checks(name), new.checks(name), bf16=False
+        )
+    gates, pooled = decision.judge_gates(paired, together)
     lost = []
     for name, own in gates.items():
         for gate in decision.member_verdict(own, pooled[name]).loses:

@@ -33,7 +33,7 @@ RUN_FILES = (
     "memory.json",
     "reference.jsonl",
     "context.json",
-    "memory_trace.json",
+    "memory_trace.json",  # of version 0.3.0 or older
     "machine.jsonl",
 )
 
@@ -66,21 +66,14 @@ def prepare_folder(
         shutil.rmtree(folder / "streams", ignore_errors=True)
         for name in RUN_FILES:
             (folder / name).unlink(missing_ok=True)
-    elif (
-        inputs.exists()
-        and (records := folder / "records.jsonl").is_file()
-        and records.stat().st_size
-    ):
+    elif inputs.exists() and _has_records(folder):
         try:
             changed = config.differences(documents.decode(Inputs, inputs).config)
         except AnnieError:
             changed = ["inputs.json cannot be read"]
         if changed:
-            old = shlex.join(
-                str(folder / name)
-                for name in ("records.jsonl", "streams")
-                if (folder / name).exists()
-            )
+            paths = (folder / name for name in ("records.jsonl", "streams"))
+            old = shlex.join(str(path) for path in paths if path.exists())
             raise UsageError(
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
                 f"choose another --output, or delete its records to start again: rm -r {old}",
@@ -88,6 +81,11 @@ def prepare_folder(
     documents.write(
         inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads])
     )
+
+
+def _has_records(folder: Path) -> bool:
+    records = folder / "records.jsonl"
+    return records.is_file() and records.stat().st_size > 0
 
 
 def complete_workload(workload: Workload) -> SentWorkload:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
+import os
 import secrets
 import statistics
 import time
@@ -27,8 +27,8 @@ from annie_quant.bench.backend import (
     Acceptance,
     Backend,
     BudgetEnded,
-    PlannedRequest,
     Sender,
+    ServerRequest,
     alive,
     identity,
 )
@@ -64,7 +64,7 @@ SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R4
 
 
 @dataclass(kw_only=True)
-class TurnRequest(PlannedRequest):
+class TurnOfCase(ServerRequest):
     """The request of one turn, with what its answer is judged by.
 
     record: its record, which the answer completes.
@@ -106,29 +106,25 @@ class Session:
         self.on_record = on_record
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
-        self.sized: dict[
-            str, Workload
-        ] = {}  # those with a context, fitted to the models' tokenizer
+        # Those with a context, fitted to the models' tokenizer.
+        self.sized: dict[str, Workload] = {}
         # The backend whose request in flight at the end of the budget had taken far longer than its others.
         self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
-        self.done: dict[
-            str, RequestRecord
-        ] = {}  # the last measurement of each request, but those to measure again
-        self.machine = machine.Monitor(
-            self.folder, not records.rows, any(b.is_local for b in plan.backends)
-        )
+        # The last measurement of each request, but those to measure again.
+        self.done: dict[str, RequestRecord] = {}
+        has_local = any(b.is_local for b in plan.backends)
+        self.machine = machine.Monitor(self.folder, restart=not records.rows, on_gpu=has_local)
         self.marked = any(r.load.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.sender = Sender(self.config, self.session, self.identities)
-        self.memory = memory.ServerMemory(
-            plan.backends if self.config.with_memory else (), self.folder
-        )
+        sampled = plan.backends if self.config.with_memory else ()
+        self.memory = memory.ServerMemory(sampled, self.folder)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
 
     def run(self) -> Ended:
-        """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
+        """Send what is left of the plan, until it is done or the time budget ends.
 
         The budget is a deadline of every request and probe, the smoke question and warm-ups included. Requests that the machine's
         state makes invalid are sent again.
@@ -138,7 +134,7 @@ class Session:
         while True:
             ended = self._pass(visits)
             again = self._take_back(visits)
-            if not again or ended.unasked or ended.stopped:
+            if not again or ended.unasked:
                 return ended
             self.progress.message(
                 f"the machine was in another state during {again} requests: they are measured again"
@@ -148,86 +144,59 @@ class Session:
     def _take_back(self, visits: Sequence[planning.Visit]) -> int:
         """Mark the requests that the machine's state makes invalid; return how many are no longer done, to be measured again.
 
-        Requests that are sent together are measured again together. A run that repeats its prompts anyway, or stops early, is
-        only marked.
+        Requests that are sent together are measured again together.
         """
         measured = [r for r in self.records.rows if not r.warmup]
         self.done = {r.id: r for r in measured}
         invalid = machine.mark(self.done.values(), machine.unsteady(self.machine.samples))
         self.marked |= bool(invalid)
-        if self.config.sustained or self.config.stop_early:
-            return 0
         times = Counter(r.id for r in measured)
         again = {r.id for r in invalid if times[r.id] <= machine.PASSES}
         for visit in visits if again else ():
-            ids = [i for case, repeat in visit.cases for i in visit.ids(case, repeat)]
+            ids = visit.all_ids
             if not again.isdisjoint(ids):
                 for i in ids:
                     self.done.pop(i, None)
         return len(again)
 
-    def _is_done(self, visit: planning.Visit) -> bool:
-        ids = [visit.ids(case, repeat) for case, repeat in visit.cases]
-        return self.done.keys() >= set(itertools.chain.from_iterable(ids))
-
     def _pass(self, visits: Sequence[planning.Visit]) -> Ended:
         """Send the visits that are not done."""
         run_folder.write_unanswered(self.folder, ())
-        names = list(self.backends)
-        left = [visit for visit in visits if not self._is_done(visit)]
-        looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
-        done_before = len(visits) - len(left)
-        # Only at a planned look, even where a run is resumed: the levels allow for no further look.
-        if done_before in looks and self._decided():
-            self._identify(smoke=False)
-            return self._stopped(len(left), done_before, looks)
+        left = [visit for visit in visits if not self.done.keys() >= set(visit.all_ids)]
         try:
             self._identify(smoke=bool(left))
         except BudgetEnded:
             return self._budget_ended(left)
-        left, beyond = (
-            [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)],
-            len(left),
-        )
-        done_before += beyond - len(left)
+        # Levels of a ladder that a server's context does not hold are no part of the run.
+        left = [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)]
         names_left = {v.workload.name for v in left}
-        warm = planning.warmups(
-            names, [w for w in self.workloads if w.name in names_left], self.config
-        )
-        total = len(warm) + len(visits)
-        for index, visit in enumerate([*warm, *left]):
-            done = done_before + max(0, index - len(warm))
-            if done in looks and index > len(warm) and self._decided():
-                self.progress.update(total, total)
-                return self._stopped(len(visits) - done, done, looks)
-            self.progress.update(
-                done_before + index, total, f"{visit.backend} · {visit.workload.name}"
-            )
+        workloads_left = [w for w in self.workloads if w.name in names_left]
+        warmups = planning.warmups(list(self.backends), workloads_left, self.config)
+        total = len(warmups) + len(visits)
+        done = len(visits) - len(left)
+        for index, visit in enumerate([*warmups, *left]):
+            text = f"{visit.backend} · {visit.workload.name}"
+            self.progress.update(done + index, total, text)
             try:
                 self._visit(visit)
             except BudgetEnded:
-                return self._budget_ended(left[done - done_before :])
+                return self._budget_ended(left[max(0, index - len(warmups)) :])
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
-        hung = [
-            (visit, *case)
-            for visit in unasked
-            if visit.backend == self.hung
-            for case in visit.cases
-        ]
-        for visit, case, repeat in hung:
-            for turn in range(case.n_turns):
-                record = self._new_record(visit, case, repeat, turn, cold=False)
-                if record.id not in self.done and not (rows and self.config.sustained):
-                    record.answer.cause, record.answer.error = run_folder.UNANSWERED_CAUSES[
-                        bool(rows)
-                    ]
-                    judge_record(record, case, visit.workload)
-                    rows.append(record)
+        for visit in unasked:
+            for case, repeat in visit.cases if visit.backend == self.hung else ():
+                for turn in range(case.n_turns):
+                    record = self._new_record(visit, case, repeat, turn, cold=False)
+                    if record.id not in self.done:
+                        cause, error = run_folder.UNANSWERED_CAUSES[bool(rows)]
+                        record.answer.cause = cause
+                        record.answer.error = error
+                        judge_record(record, case, visit.workload)
+                        rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
         return Ended(unasked=len(unasked), prefix_cache=self.config.prefix_cache)
 
@@ -245,18 +214,6 @@ class Session:
         reference = [r for r in self.records.rows if r.backend == name] if name else self.recorded
         return mark(self.records.rows, self.workloads, reference) if reference else False
 
-    def _decided(self) -> bool:
-        self.compare_with_reference()
-        return not planning.open_questions(
-            list(self.done.values()), list(self.backends), self.config.greedy, self.roles
-        )
-
-    def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = documents.EarlyStop(
-            look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL
-        )
-        return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
-
     def _identify(self, smoke: bool) -> None:
         """Identify each server. With `smoke` the smoke question is its first request, which is a cold one."""
         workload = build_workload(SMOKE)
@@ -269,15 +226,12 @@ class Session:
                     "start it, then run the same command: finished requests are kept",
                 ) from error
             if smoke:
-                question = planning.Visit(
-                    -1, name, workload, ((workload.cases[0], self.session),), warmup=True
-                )
-                self._visit(question, cold=True)
+                asked = ((workload.cases[0], self.session),)
+                self._visit(planning.Visit(-1, name, workload, asked, warmup=True), cold=True)
                 self._check_smoke(backend, self.records.rows[-1])
         if smoke:
-            self.sized = {
-                w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)
-            }
+            workloads = planning.sized(self.workloads, self.folder, self._prompt_tokens)
+            self.sized = {workload.name: workload for workload in workloads}
 
     def _check_smoke(self, backend: Backend, record: RequestRecord) -> None:
         """Raise ServerError for an answer that has no words; report one with other faults, which the run explains."""
@@ -297,9 +251,9 @@ class Session:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
         backend = next(iter(self.backends.values()))
         model = self._model(backend.name)
-        timings = self._send(
-            backend, [PlannedRequest("context", body | ({"model": model} if model else {}))]
-        )
+        if model:
+            body = body | {"model": model}
+        timings = self._send(backend, [ServerRequest("context", body)])
         usage = next(answer["usage"] for answer in timings.records() if answer["tag"] == "context")
         return integer((usage or {}).get("prompt_tokens"))
 
@@ -313,25 +267,18 @@ class Session:
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
-            parts = [
-                part
-                for part in zip(histories, visit.cases, strict=True)
-                if turn < part[1][0].n_turns
-            ]
-            for history, (case, repeat) in parts:
+            for history, (case, repeat) in zip(histories, visit.cases, strict=True):
+                if turn >= case.n_turns:
+                    continue
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
                     history.append(assistant_message(before.answer.text, before.answer.tool_calls))
-                else:
-                    # The same for all backends and turns.
-                    unique = f"{self.unique} {repeat} {visit.block} {case.id}"
-                    body = workload.request(case, turn, history, record.model, unique)
-                    turns.append(
-                        TurnRequest(
-                            tag=record.id, body=body, record=record, case=case, history=history
-                        )
-                    )
+                    continue
+                # The same for all backends and turns.
+                unique = f"{self.unique} {repeat} {visit.block} {case.id}"
+                body = workload.request(case, turn, history, record.model, unique)
+                turns.append(TurnOfCase(record.id, body, record=record, case=case, history=history))
             if turns:
                 self._measure(visit, turns)
 
@@ -376,24 +323,22 @@ class Session:
     def _model(self, name: str) -> str | None:
         return self.backends[name].model or self.identities[name].model
 
-    def _measure(self, visit: planning.Visit, turns: Sequence[TurnRequest]) -> None:
+    def _measure(self, visit: planning.Visit, turns: Sequence[TurnOfCase]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         self.machine.sample()
         started_at = _now()
         names = [turn.tag.removeprefix(backend.name) for turn in turns]
-        arrivals = planning.arrival_times(
-            visit.load, names, [t.case.at_turn(t.record.turn) for t in turns]
-        )
+        cases = [turn.case.at_turn(turn.record.turn) for turn in turns]
+        arrivals = planning.arrival_times(visit.load, names, cases)
         for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
-            turn.start_s = turn.record.load.arrival_s = arrival_s
+            turn.start_s = arrival_s
+            turn.record.load.arrival_s = arrival_s
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)
         state = machine_state()
-        answers = {
-            answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None
-        }
+        answers = {row["tag"]: row for row in timings.records() if row["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
         if lost and not alive(backend):
             raise ServerError(
@@ -405,10 +350,9 @@ class Session:
         self.batch += 1
         for turn in turns:
             record = turn.record
-            received = answers[turn.tag]
-            documents.set_answer(record, received)
-            correct_finish_reason(record.answer, turn.body.get("max_tokens"))
+            documents.set_answer(record, answers[turn.tag])
             answer = record.answer
+            correct_finish_reason(answer, turn.body.get("max_tokens"))
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at
             record.load.load_per_core = load_per_core()
@@ -423,19 +367,19 @@ class Session:
                 self.done[record.id] = record
                 self.on_record(record)
 
-    def _send(self, backend: Backend, requests: Sequence[PlannedRequest]) -> Timings:
+    def _send(self, backend: Backend, requests: Sequence[ServerRequest]) -> Timings:
         """Send requests to a server; note whether it hung where the time budget ends meanwhile."""
         try:
             return self.sender.send(backend, requests)
         except BudgetEnded as ended:
             if ended.waited_s is not None:
                 # A request that was stopped hangs where it was slow against the median of its backend's others.
-                answered = [
-                    r
-                    for r in self.done.values()
-                    if r.backend == backend.name and not r.answer.error
-                ]
-                times = [ms for r in answered if (ms := r.timings.e2e_ms) is not None]
+                times = []
+                for record in self.done.values():
+                    e2e_ms = record.timings.e2e_ms
+                    is_own = record.backend == backend.name and not record.answer.error
+                    if is_own and e2e_ms is not None:
+                        times.append(e2e_ms)
                 slow = is_slow(1000 * ended.waited_s, statistics.median(times or [0.0]))
                 self.hung = backend.name if slow else ""
             raise
@@ -448,14 +392,11 @@ class Session:
         cases = planning.choose(single, self.config.n, self.config.seed)
 
         def send(name: str, count: int) -> None:
-            bodies = [
-                single.request(cases[i % len(cases)], 0, (), self._model(name))
-                for i in range(count)
-            ]
-            self._send(
-                self.backends[name],
-                [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)],
-            )
+            requests = []
+            for i in range(count):
+                body = single.request(cases[i % len(cases)], 0, (), self._model(name))
+                requests.append(ServerRequest(f"memory/{i}", body))
+            self._send(self.backends[name], requests)
 
         with contextlib.suppress(BudgetEnded):
             self.memory.measure(self.identities, send)
@@ -464,7 +405,7 @@ class Session:
 def run(
     backends: Sequence[Backend],
     workloads: Sequence[Workload | str],
-    output: planning.PathLike,
+    output: str | os.PathLike[str],
     *,
     progress: Progress = SILENT,
     watch: OnRecord | None = None,
@@ -486,7 +427,7 @@ def run(
                    order and formats (judge/decision/roles.py)
 
     Other settings are fields of documents.BenchConfig, which has their defaults: warmup, runs, n, seed, prefix_cache,
-    timeout_s, with_memory, budget_s, stop_early.
+    timeout_s, with_memory, budget_s.
 
     Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
     """
@@ -502,8 +443,6 @@ def run(
         with contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
             session.measure_memory()
-        levels = session.memory.levels()
-        traces = session.memory.add_traces()
     finally:
         records.close()
     if session.compare_with_reference() or session.marked:
@@ -511,10 +450,15 @@ def run(
     if recorded:
         run_folder.write_records(folder / STORED, recorded)  # with their checks
     valid = run_folder.valid_records(records.rows)
-    rows = [*valid, *run_folder.read_unanswered(folder)]
-    state = machine.summarize(session.machine.samples, [r for r in records.rows if not r.warmup])
+    levels = session.memory.levels()
     aggregates = aggregate_records(
-        rows, plan.config, session.identities, levels, ended, recorded, traces, state
+        [*valid, *run_folder.read_unanswered(folder)],
+        plan.config,
+        session.identities,
+        levels,
+        ended,
+        recorded,
+        machine.summarize(session.machine.samples, [r for r in records.rows if not r.warmup]),
     )
     bench = Bench(
         ended=ended,

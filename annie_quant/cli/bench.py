@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import sys
 import urllib.parse
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from annie_quant.judge import Workload
     from annie_quant.ops.attribution_servers import Target
 
-SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 MOST_CONVERSATIONS = 10_000
 LADDER_PROMPTS = 25  # per level, with --n 0
 
@@ -53,9 +51,6 @@ class BenchOptions(opt.Sides):
         prefix_cache: off: ask each server not to reuse earlier prompts.
         budget_s: Stop after this many seconds; the same command resumes.
         noise_share: With --runs 1: share of the prompts that is measured twice, for the noise floor.
-        sustain_s: Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers'
-            memory.
-        stop_early: Stop when all gates and comparisons are decided.
         watch: An earlier run: exit 1 on a significant loss.
         reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
             there).
@@ -84,8 +79,6 @@ class BenchOptions(opt.Sides):
     prefix_cache: Literal["warm", "off"] = "warm"
     budget_s: float | None = None
     noise_share: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=1))] = 0.1
-    sustain_s: Annotated[float | None, opt.at_least(1)] = None
-    stop_early: bool = False
     watch: Path | None = None
     reference_run: Path | None = None
     replay: tuple[Path, ...] = ()
@@ -111,7 +104,6 @@ SETTINGS = (
     "prefix_cache",
     "budget_s",
     "noise_share",
-    "stop_early",
     "reference_run",
     "seed",
 )
@@ -144,10 +136,6 @@ def bench(options: BenchOptions) -> None:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
     if options.trace:
         settings["trace_speeds"] = options.trace_speed
-    if options.sustain_s:
-        requests = sum(max(1, len(w.cases)) for w in workloads) * len(backends)
-        runs = max(2, math.ceil(SUSTAINED_PER_S * options.sustain_s / requests))
-        settings |= {"budget_s": options.sustain_s, "sustained": True, "runs": runs}
     directory = RunDirectory(output)
     with directory.locked():
         with console.task("bench") as step:
@@ -184,12 +172,9 @@ def backends_of(options: BenchOptions) -> list[Backend]:
     if options.aa:
         second = (f"{name}-again", url)
     headers = key_headers(options.key_env)
-    backends = [Backend(name, url, headers=headers)]
-    if second:
-        backends.append(Backend(*second, headers=headers))
-    if options.sustain_s:
-        backends = [dataclasses.replace(b, meta=local_process(b.url)) for b in backends]
-    return backends
+    sides = [(name, url), *([second] if second else [])]
+    backends = [Backend(name, url, headers=headers) for name, url in sides]
+    return [dataclasses.replace(b, meta=local_process(b.url)) for b in backends]
 
 
 def workloads_of(options: BenchOptions) -> list[Workload]:

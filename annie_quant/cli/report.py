@@ -1,4 +1,4 @@
-"""`annie-quant report`: the report of a run, or trends over several runs.
+"""`annie-quant report`: the report of a run.
 
 `annie-quant publish`: upload a run's checkpoint with its model card.
 
@@ -28,53 +28,34 @@ class ReportOptions(Sides):
     """Options of `annie-quant report`.
 
     Attributes:
-        output: Folder of the trends of several runs. Default: trends.
         verify: Count the served figures again from records.jsonl; print what differs, write nothing.
         judge: First judge the stored answers again, with today's rule; run.json is changed.
     """
 
-    output: Path | None = None
     verify: bool = False
     judge: bool = False
 
 
-def report(*run_dirs: Path, options: ReportOptions = ReportOptions()) -> None:
-    """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md.
+def report(run_dir: Path, /, *, options: ReportOptions = ReportOptions()) -> None:
+    """Write report.html, report.md and comparison.md into a run directory.
 
     The stored verdict is shown. --judge, and each role that is named, judges the run again. With --verify the exit code is 1 if
     a figure of run.json differs from the records.
     """
-    from annie_quant.report import trends
     from annie_quant.report.recheck import write_judgement
 
-    folders = run_dirs
-    if not folders:
-        raise UsageError("report: no run directory", "annie-quant report runs/mine")
     stated = stated_roles(options)
     if options.judge or stated.names:
-        if len(folders) > 1 or options.verify:
-            raise UsageError("--judge and roles are for the report of one run, without --verify")
-        console.note(write_judgement(folders[0], stated).verdict.sentence)
-    if len(folders) == 1 and options.output is not None:
-        raise UsageError(
-            "--output is for the trends of several runs; the report of one run is written into its folder"
-        )
+        if options.verify:
+            raise UsageError("--judge and roles change the run: call report without --verify")
+        console.note(write_judgement(run_dir, stated).verdict.sentence)
     if options.verify:
-        checks = {folder: annie_quant.report.verify(folder) for folder in folders}
-        for folder, check in checks.items():
-            for line in (
-                f"{folder}: {check.summary}",
-                *(f"  {d.message}" for d in check.differences),
-            ):
-                echo(line)
-        sys.exit(1 if any(check.differences for check in checks.values()) else 0)
-    several = len(folders) > 1
-    paths = (
-        trends.build(folders, options.output or Path("trends"))
-        if several
-        else annie_quant.report.build(folders[0])
-    )
-    for path in paths:
+        check = annie_quant.report.verify(run_dir)
+        echo(f"{run_dir}: {check.summary}")
+        for difference in check.differences:
+            echo(f"  {difference.message}")
+        sys.exit(1 if check.differences else 0)
+    for path in annie_quant.report.build(run_dir):
         echo(str(path))
 
 

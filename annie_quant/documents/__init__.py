@@ -123,7 +123,6 @@ from annie_quant.documents.results import (
     MachineState,
     MemoryBytes,
     MemoryFigures,
-    MemoryGrowth,
     MemoryLevels,
     ModelRow,
     OfflineSide,
@@ -137,7 +136,6 @@ from annie_quant.documents.run import (
     BackendSettings,
     Bench,
     BenchConfig,
-    EarlyStop,
     Ended,
     Inputs,
     Run,
@@ -151,7 +149,6 @@ from annie_quant.documents.run import (
 from annie_quant.documents.statistics import (
     AdjustedResult,
     Comparison,
-    Drift,
     GateResult,
     GateVerdict,
     MemberVerdict,

@@ -15,7 +15,6 @@ from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
 from annie_quant.documents.statistics import (
     Comparison,
-    Drift,
     GateResult,
     NoiseFloor,
     PairedGate,
@@ -84,20 +83,6 @@ class MemoryLevels(msgspec.Struct, kw_only=True):
     one: MemoryFigures
     five: MemoryFigures
     peak: MemoryFigures | None = None
-
-
-class MemoryGrowth(msgspec.Struct, kw_only=True):
-    """The slope of a server's memory over a run, its first quarter left out.
-
-    low, high: 95 % interval (bench/memory.py).
-    """
-
-    bytes_per_hour: float
-    low: float
-    high: float
-    hours: float
-    samples: int
-    grows: bool = False
 
 
 class MemoryBytes(msgspec.Struct, kw_only=True):
@@ -239,7 +224,6 @@ class ServedSide(msgspec.Struct, kw_only=True):
     workloads: dict[str, WorkloadSummary] = {}
     memory_bytes: MemoryBytes | None = None
     memory: MemoryLevels | None = None
-    memory_growth: MemoryGrowth | None = None
 
 
 class TurnPoint(msgspec.Struct, kw_only=True):
@@ -397,7 +381,6 @@ class Aggregates(msgspec.Struct, kw_only=True):
     served: dict[str, ServedSide] = {}
     comparisons: list[Comparison] = []
     noise: dict[str, list[NoiseFloor]] = {}
-    drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
     crossover: list[Crossover] = []
     ladders: dict[str, list[Ladder]] = {}

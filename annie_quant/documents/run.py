@@ -60,10 +60,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     roles: those that the user named.
     budget_s: time after which the measurement stops, in seconds.
     noise_share: share of the prompts that are measured a second time where runs is 1, for the noise
-        floor (bench/stability.py).
-    sustained: repeat the prompts until budget_s ends; requests that were not sent are then no
-        caveat.
-    stop_early: stop at a planned look when everything is decided (bench/plan.py).
+        floor (bench/noise.py).
     """
 
     backends: list[BackendSettings] = []
@@ -78,18 +75,14 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     timeout_s: float = 120.0
     with_memory: bool = True
     budget_s: float | None = None
-    stop_early: bool = False
     noise_share: float = 0.0
-    sustained: bool = False
 
     # These may differ between a run and its continuation.
     NOT_COMPARED = (
         "timeout_s",
         "with_memory",
         "budget_s",
-        "stop_early",
         "noise_share",
-        "sustained",
         "roles",
     )
 
@@ -147,25 +140,13 @@ class Inputs(msgspec.Struct, kw_only=True):
     workloads: list[SentWorkload] = []
 
 
-class EarlyStop(msgspec.Struct, kw_only=True):
-    """The planned look at which everything was decided.
-
-    level: the significance level of each look.
-    """
-
-    look: int
-    looks: int
-    level: float
-
-
 class Ended(msgspec.Struct, kw_only=True):
     """How a benchmark ended.
 
-    unasked: number of visits that a time budget or an early stop left out.
+    unasked: number of visits that a time budget left out.
     """
 
     unasked: int = 0
-    stopped: EarlyStop | None = None
     prefix_cache: Literal["warm", "off"] = "warm"
 
 

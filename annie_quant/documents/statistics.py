@@ -242,7 +242,7 @@ class Comparison(AdjustedResult, kw_only=True):
     """Two backends on one metric of one workload ("all": over all workloads).
 
     noise: the median difference that 95 % of comparisons of two equal servers would stay below
-        (bench/stability.py), from both
+        (bench/noise.py), from both
     sides' A/A measurements; None where nothing was measured twice.
     """
 
@@ -267,29 +267,3 @@ class NoiseFloor(msgspec.Struct, kw_only=True):
     difference: float | None = None
     low: float | None = None
     high: float | None = None
-
-
-class Drift(msgspec.Struct, kw_only=True):
-    """A backend's times before and after the largest step of the run (bench/stability.py).
-
-    after_s: time of the step, in seconds after the first request.
-    shift: relative change of the median, low and high its 95 % interval.
-    machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p].
-    throttled_before, throttled_after: share of the requests during which the driver reported a
-        limit (throttle: its name).
-    """
-
-    backend: str
-    metric: str
-    n: int
-    after_s: float
-    shift: float
-    low: float
-    high: float
-    p: float
-    p_holm: float | None = None
-    significant: bool = False
-    machine: dict[str, list[float]] = {}
-    throttled_before: float = 0.0
-    throttled_after: float = 0.0
-    throttle: str | None = None

@@ -1,6 +1,6 @@
 """Candidate and incumbent by the dimensions of the original plan (R48).
 
-With the memory budget (R50), the drop-in checklist and the decision tree.
+With the memory budget (R50) and the drop-in checklist.
 
 What was not measured is shown as unknown; computed figures are named as such. judge.decision
 decides; nothing is decided here.
@@ -9,18 +9,15 @@ decides; nothing is decided here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.core.templates import render_text
-from annie_quant.documents import Identity, Outcome, PairedGate, Standing, salvage_or_default
+from annie_quant.documents import Identity, PairedGate, Standing, salvage_or_default
 from annie_quant.judge import decision
-from annie_quant.judge.decision import wording
-from annie_quant.judge.decision.rule import worst
 from annie_quant.report.checklist import BUDGET_BYTES, ChecklistItem, checklist, pair_answers
-from annie_quant.report.format import CSS, DASH, SIGNS, count, significant, size
-from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
+from annie_quant.report.format import DASH, count, significant, size
+from annie_quant.report.run import LoadedRun, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
 if TYPE_CHECKING:
@@ -206,22 +203,6 @@ def memory_budget(run: LoadedRun) -> Table | None:
     return table
 
 
-@dataclass
-class DecisionStep:
-    """A question of the decision tree and its answer.
-
-    verdict: "" where it was not asked.
-    """
-
-    text: str
-    verdict: Outcome | Literal[""] = ""
-    children: list[DecisionStep] = field(default_factory=list)
-
-    @property
-    def sign(self) -> str:
-        return SIGNS.get(self.verdict, "·")
-
-
 def outcome(run: LoadedRun) -> Standing:
     """Return the run's outcome; a run of version 0.1.0 has no more than `passed`."""
     verdict = run.verdict
@@ -293,82 +274,3 @@ def operation_changes(run: LoadedRun) -> list[str]:
         "incumbent": run.label(incumbent.model) if incumbent else "",
     }
     return render_text("operation.txt", **values).splitlines()
-
-
-def decision_tree(run: LoadedRun) -> list[DecisionStep]:
-    """Return the NVFP4 models with their questions, in a search's order, else in that of run.json."""
-    order = {strategy: index for index, strategy in enumerate(run.tried)}
-    four_bits = {s.model for s in run.sides if s.how in ("W4A4", "W4A16")}
-    models = [m.name for m in run.models if m.format == "NVFP4" or m.name in four_bits]
-    chosen = run.candidate.model if run.candidate else run.verdict.candidate
-    return [
-        _model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))
-    ]
-
-
-def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
-    sides = run.sides_of(model)
-    audit = next((s for s in run.document.stages if s.name == f"audit-{model}"), None)
-    steps = []
-    if audit is not None:
-        sound: Outcome | Literal[""] = ""
-        if audit.ok is not None:
-            sound = "pass" if audit.ok else "fail"
-        steps.append(DecisionStep(f"every tensor audited: {audit.summary}", sound))
-    steps += [_gates(run, side) for side in sides]
-    steps += _members(run, model)
-    if not any(s.kind == "served" for s in sides):
-        steps.append(DecisionStep("serving: not tried"))
-    standing = decision.standing_of(run.aggregates, model, with_speed=False)
-    if audit is not None and audit.ok is False:
-        standing = "loses"
-    gates = decision.deciding_gates(run.aggregates, model)
-    compared = any(gate.compared for gate in gates)
-    text = {
-        "keeps": f"{'keeps' if compared else 'passes'} every gate",
-        "loses": f"{'loses' if compared else 'fails'}: try the next strategy",
-        "fragile": "fragile, keeps in one arithmetic what it loses in another: try the next strategy",
-        "undecided": "open: more answers needed",
-    }[standing]
-    end = ", the candidate" if chosen else ""
-    return DecisionStep(f"{run.label(model)}: {text}{end}", CSS[standing], steps)
-
-
-def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
-    """Return the further arithmetics of the ensemble as one step."""
-    members = run.aggregates.members.get(model, {})
-    if not members:
-        return []
-    gates = [g for g in decision.deciding_gates(run.aggregates, model) if g.place in members]
-    kept = sum(gate.verdict == "keeps" for gate in gates)
-    verdict = worst(gate.verdict for gate in gates)
-    text = f"{len(members)} further arithmetics: {kept} of {len(gates)} gates kept"
-    if verdict != "keeps":
-        blamed = (gate for gate in gates if gate.verdict == verdict)
-        places = (
-            f"{wording.title(gate.gate)} ({wording.place_name(gate.place)})" for gate in blamed
-        )
-        text = f"{text}; {', '.join(dict.fromkeys(places))}"
-    return [DecisionStep(text, CSS[verdict])]
-
-
-def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
-    """Return a side's gates as one step that names the failing ones, else the undecided ones."""
-    gates = side.deciding
-    results = {result.verdict for result in gates.values()}
-    worst_first: tuple[Outcome, ...] = ("fail", "undecided", "pass")
-    verdict: Outcome = next((v for v in worst_first if v in results), "undecided")
-    passed = sum(r.verdict == "pass" for r in gates.values())
-    verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
-    where = f"gates under {side.title}"
-    if side.kind == "served":
-        where = "smoke test and gates behind a server"
-    text = f"{where}: {passed} of {len(gates)} gates {verb}"
-    if verdict != "pass" and gates:
-        blamed = ", ".join(
-            f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}"
-            for gate, r in gates.items()
-            if r.verdict == verdict
-        )
-        text = f"{text}; {blamed}"
-    return DecisionStep(text, verdict)

@@ -408,55 +408,27 @@ def _level_cell(point: documents.LadderPoint | None, worse: bool) -> Cell:
     return Cell(text, interval)
 
 
-STABILITY_COLUMNS = (
-    "prompts",
-    "A/A",
-    "interval",
-    "noise",
-    "step",
-    "interval of the step",
-    "after",
-    "p (Holm)",
-    "changed",
-)
-
-
-def stability_table(run: LoadedRun) -> Table:
-    """One row per backend and tested metric: its A/A comparison, and its change over the run."""
+def noise_table(run: LoadedRun) -> Table:
+    """One row per backend and main metric: its A/A comparison, and the noise that follows."""
     table = Table(
-        "Each backend against itself: prompts measured more than once, their repeats assigned to two sides (A/A), and the largest "
-        "step of its times over the run with p after Holm",
+        "Each backend against itself: prompts measured more than once, their repeats assigned to two sides (A/A)",
         "backend",
     )
     labels = {s.name: run.label(s.model) for s in run.served}
-    drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}
-    noise = run.aggregates.noise
-    dash = Cell(format.DASH)
-    for backend in dict.fromkeys([*noise, *(row.backend for row in run.aggregates.drift)]):
-        rows = noise.get(backend, [])  # none where no prompt was measured twice
+    for backend, rows in run.aggregates.noise.items():
         single = len({row.workload for row in rows}) == 1
-        floors = {row.metric: row for row in reversed(rows) if single or row.workload == "all"}
+        floors = {row.metric: row for row in rows if single or row.workload == "all"}
         for metric in ("ttft_content_ms", "tpot_ms"):
             floor = floors.get(metric)
-            step = drifts.get((backend, metric))
-            if floor is None and step is None:
+            if floor is None:
                 continue
             cells = {
                 "metric": Cell(LABELS[metric], css="word"),
-                **dict.fromkeys(STABILITY_COLUMNS, dash),
+                "prompts": Cell(format.count(floor.n_repeated)),
+                "A/A": Cell(format.signed(floor.difference)),
+                "interval": Cell(format.bounds(floor.low, floor.high)),
+                "noise": Cell(format.tolerance(floor.floor)),
             }
-            if floor:
-                cells["prompts"] = Cell(format.count(floor.n_repeated))
-                cells["A/A"] = Cell(format.signed(floor.difference))
-                cells["interval"] = Cell(format.bounds(floor.low, floor.high))
-                cells["noise"] = Cell(format.tolerance(floor.floor))
-            if step:
-                cells["step"] = Cell(f"{step.shift:+.1%}")
-                cells["interval of the step"] = Cell(f"{step.low:+.1%} to {step.high:+.1%}")
-                cells["after"] = Cell(format.seconds(step.after_s))
-                cells["p (Holm)"] = Cell(format.p_value(step.p_holm))
-                changed = "yes" if step.significant else "not shown"
-                cells["changed"] = Cell(changed, css="word")
             table.add(labels.get(backend, format.name(backend)), cells)
     return table
 

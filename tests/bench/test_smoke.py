@@ -71,7 +71,7 @@ def test_a_run_continues_once_the_server_is_right(tmp_path):
 @pytest.mark.parametrize(
     "url", ["http://localhost:abc", "http://localhost:99999", "http://localhost:0", "http://[::1"]
 )
-@pytest.mark.parametrize("more", [[], ["--sustain-s", "5"], ["--aa"]])
+@pytest.mark.parametrize("more", [[], ["--budget-s", "5"], ["--aa"]])
 def test_a_url_without_a_valid_port_is_one_line(tmp_path, url, more):
     done = CliRunner().invoke(
         cli, ["bench", "--backend-a", "x", url, *more, "--output", str(tmp_path)]

@@ -21,7 +21,7 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.pytest_plugin import AssertedRun
-from annie_quant.report import card, comparison
+from annie_quant.report import card
 from annie_quant.report.publishing import objections
 from annie_quant.report.recheck import write_judgement
 from annie_quant.report.run import load
@@ -98,7 +98,6 @@ def doors(members, folder):
     documents.write(folder / "bench.json", documents.Bench(aggregates=aggregates, verdict=verdict))
     documents.write_run(folder, documents.Run(aggregates=aggregates, verdict=verdict))
     run = load(folder)
-    (step,) = comparison.decision_tree(run)
     shown = {
         "eval": document.verdict.verdict,
         "demo": verdict.outcome,
@@ -108,7 +107,6 @@ def doors(members, folder):
     }
     accepted = {
         "search": not decision.final_reasons(document.verdict, document.numerics, ["w4a4"]),
-        "tree": step.verdict == "pass",
         "badge": run.verdict.badge == "keeps",
         "pytest": passes(lambda: plugin(run).assert_gates("nv")),
     }

@@ -137,11 +137,6 @@ def test_the_prompts_that_would_decide_a_gate_without_a_margin():
     assert one["thinking_leak"].n_to_decide == 900, (
         "at this rate five lost answers, which are significant"
     )
-    assert not rule.decided_at("thinking_leak", one["thinking_leak"], 0.05), (
-        "more prompts can decide"
-    )
-    assert rule.decided_at("thinking_leak", five["thinking_leak"], 0.05)
-    assert not rule.decided_at("thinking_leak", few["thinking_leak"], 0.05)
 
 
 def test_at_most_5_percent_lose_by_leaks_that_both_sides_have():

@@ -1,6 +1,6 @@
-"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth, state of the machine, cliffs.
+"""Simulate the statistical rules of a benchmark: noise floor, state of the machine, cliffs.
 
-    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth|machine|cliff]
+    python tests/perf/bench_rules.py [--runs 400] [--only noise|machine|cliff]
 
 Times are log-normal with a spread per prompt and per request; correlated noise is AR(1) over the requests, as bursts of other
 work make it. Every rule is run as the benchmark calls it.
@@ -21,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from flat_records import record_of
 
-from annie_quant.bench import cliffs, findings, machine, stability
+from annie_quant.bench import cliffs, machine, noise
 from annie_quant.documents import Comparison
 from annie_quant.judge.statistics import compare, wilson
 
@@ -105,83 +105,19 @@ def simulate_noise(runs):
                 for name in "ab"
             }
             floors = {
-                name: stability.noise_floors(rows, {"w": rows}, run) for name, rows in sides.items()
+                name: noise.noise_floors(rows, {"w": rows}, run) for name, rows in sides.items()
             }
-            a, b = (stability.measured_values(rows, "tpot_ms") for rows in sides.values())
+            a, b = (noise.measured_values(rows, "tpot_ms") for rows in sides.values())
             result = compare(a, b)
             row = Comparison(
                 a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts
             )
-            stability.set_noise([row], floors)
+            noise.set_noise([row], floors)
             covered += row.noise is not None
             exceeded += row.noise is not None and abs(result.median_difference) > row.noise
         print(
             f"  {prompts:4} prompts x {repeats} (+{share:.0%}), sigma {sigma}, phi {phi}: {rate(exceeded, covered)}, n = {covered}"
         )
-
-
-def simulate_drift(runs):
-    print(
-        "drift: share of runs with a finding (false alarms where nothing is planted; target ≤ 5 %)"
-    )
-    step = lambda size, at: lambda i, n: size if i >= at * n else 1.0  # noqa: E731
-    slope = lambda size: lambda i, n: 1 + (size - 1) * i / n  # noqa: E731
-    for name, prompts, repeats, sigma, phi, factor in (
-        ("nothing", 25, 5, 0.05, 0.0, None),
-        ("nothing", 100, 5, 0.1, 0.0, None),
-        ("nothing", 100, 5, 0.1, 0.3, None),
-        ("nothing", 100, 5, 0.1, 0.6, None),
-        ("nothing", 300, 1, 0.1, 0.0, None),
-        ("throttle 10 % after a half", 100, 5, 0.1, 0.3, step(1.10, 0.5)),
-        ("throttle 10 % after two thirds", 100, 5, 0.1, 0.3, step(1.10, 2 / 3)),
-        ("throttle 5 % after a half", 100, 5, 0.1, 0.0, step(1.05, 0.5)),
-        ("throttle 20 % after a half", 25, 5, 0.1, 0.0, step(1.20, 0.5)),
-        ("slope to 10 %", 100, 5, 0.1, 0.0, slope(1.10)),
-    ):
-        hits, at = 0, []
-        for run in range(runs):
-            rng = np.random.default_rng([run, prompts, 3])
-            rows = [
-                *records_of("a", rng, prompts, repeats, sigma, phi),
-                *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
-            ]
-            steps = [
-                row
-                for row in stability.find_drifts(rows, "ab", run)
-                if row.significant and (row.backend == "b" or not factor)
-            ]
-            hits += bool(steps)
-            at += [row.after_s / (prompts * repeats) for row in steps[:1]]
-        where = f", at {np.median(at):.2f} of the run" if factor and at else ""
-        print(
-            f"  {name}, {prompts} x {repeats}, sigma {sigma}, phi {phi}: {rate(hits, runs)}{where}"
-        )
-
-
-def simulate_depth(runs):
-    print(
-        "depth: share of runs with a finding (nothing planted, a constant difference, 5 % only at depth)"
-    )
-    for name, at_zero, at_depth, prompts, sigma in (
-        ("nothing", 1.0, 1.0, 8, 0.03),
-        ("5 % slower everywhere", 1.05, 1.05, 8, 0.03),
-        ("5 % slower at depth", 1.0, 1.05, 8, 0.03),
-        ("5 % slower at depth", 1.0, 1.05, 8, 0.08),
-        ("5 % slower at depth", 1.0, 1.05, 25, 0.08),
-    ):
-        hits = 0
-        for run in range(runs):
-            rng = np.random.default_rng([run, prompts, 5])
-            rows = []
-            for tokens, size, level in ((100, at_zero, 20.0), (16384, at_depth, 30.0)):
-                for backend in "ab":
-                    factor = (lambda i, n, size=size: size) if backend == "b" else None
-                    rows += records_of(
-                        backend, rng, prompts, 5, sigma, workload=f"depth_{tokens}", level=level, factor=factor,
-                        depth_tokens=tokens,
-                    )  # fmt: skip
-            hits += bool(findings.depth_findings(stability.compare_depths(rows, "ab", run)))
-        print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
 
 
 def simulate_machine(runs):
@@ -239,7 +175,7 @@ def simulate_cliff(runs):
 
 
 SIMULATIONS = {
-    "noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth, "machine": simulate_machine, "cliff": simulate_cliff,
+    "noise": simulate_noise, "machine": simulate_machine, "cliff": simulate_cliff,
 }  # fmt: skip
 
 if __name__ == "__main__":

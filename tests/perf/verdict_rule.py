@@ -20,10 +20,9 @@ from functools import lru_cache, partial
 import numpy as np
 from scipy.stats import binom, norm
 
-from annie_quant.bench import plan as planning
 from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
-from annie_quant.judge.decision import decided_at, judge_gates, rule
+from annie_quant.judge.decision import judge_gates, rule
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import score_interval, wilson
@@ -300,29 +299,6 @@ def least_prompts(change: float, loss: float, level: float, power: float = 0.95)
     return next(n for n in range(50, 2000, 10) if powers(n, change, loss, level)["exact"] >= power)
 
 
-def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[str, float]:
-    """Shares of verdicts of one gate where a run may stop at the early looks of bench/plan.py, else ends at 5 %."""
-    rng = np.random.default_rng(seed)
-    marks = [(n * k // planning.LOOKS, k < planning.LOOKS) for k in range(1, planning.LOOKS + 1)]
-    known: dict[tuple[int, int, int, bool], str] = {}
-
-    def verdict(lost: int, won: int, n: int, early: bool) -> str:
-        key = (lost, won, n, early)
-        if key not in known:
-            pairs = judge_gates({"served": {"tool_call": PairedGate(n, lost, won)}})[0]["served"]
-            still_open = early and not decided_at("tool_call", pairs["tool_call"], planning.LEVEL)
-            known[key] = "" if still_open else pairs["tool_call"].verdict
-        return known[key]
-
-    counts = dict.fromkeys(("keeps", "loses", "undecided"), 0)
-    for _ in range(runs):
-        change = rng.random(n)
-        n_lost, n_won = np.cumsum(change < lost), np.cumsum(change > 1 - won)
-        ends = (verdict(int(n_lost[m - 1]), int(n_won[m - 1]), m, early) for m, early in marks)
-        counts[next(filter(None, ends))] += 1
-    return {name: count / runs for name, count in counts.items()}
-
-
 def same_gate(n: int, share: float) -> dict[str, float]:
     """Chance of each verdict of one `same_*` gate alone in which this share of the answers changes (exact binomial)."""
     chances = dict.fromkeys(("keeps", "loses", "undecided"), 0.0)
@@ -378,9 +354,6 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
     parser.add_argument(
-        "--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate."
-    )
-    parser.add_argument(
         "--same",
         action="store_true",
         help="Only the chances of one gate that compares with bf16's answer.",
@@ -429,15 +402,6 @@ def main() -> None:
         ):
             text = ", ".join(f"n {n} {few_answers(name, n, share):.1%}" for n in sizes)
             print(f"{name}, {share:.0%} lost: keeps {text}")
-        return
-    if options.looks:
-        for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):
-            shares = with_looks(n, change + loss, change, options.runs, options.seed)
-            text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
-            print(
-                f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}",
-                flush=True,
-            )
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(partial(calls, options.n), name, case) for name, case in CALL_CASES.items()]

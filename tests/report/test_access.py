@@ -11,7 +11,6 @@ import pytest
 import report_fixture
 
 from annie_quant import report
-from annie_quant.report import trends
 
 # All of axe's rules; what axe cannot decide by itself ("incomplete") is not counted as a fault.
 RUN_AXE = (
@@ -22,7 +21,7 @@ RUN_AXE = (
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The report of a whole run, of one with parts missing, and the trends of both."""
+    """The report of a whole run, and of one with parts missing."""
     folder = tmp_path_factory.mktemp("access")
     whole = report_fixture.make_run(folder / "whole", n=3)
     partial = report_fixture.make_run(folder / "partial", n=3, hostile=False, seed=1)
@@ -31,8 +30,7 @@ def pages(tmp_path_factory):
     (partial / "run.json").write_text(json.dumps(document))
     for run in (whole, partial):
         report.build(run)
-    trends.build([whole, partial], folder / "trends")
-    return [whole / "report.html", partial / "report.html", folder / "trends" / "trends.html"]
+    return [whole / "report.html", partial / "report.html"]
 
 
 def package_file(package: str, name: str) -> Path | None:

@@ -205,29 +205,6 @@ def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):
     assert cells["context limit"][1].text == "262\u202f144 tokens"
 
 
-def test_the_tree_has_the_order_of_the_run_and_names_failed_gates(whole, tmp_path):
-    steps = comparison.decision_tree(load(write(whole, tmp_path, candidate)))
-    assert [s.text.split(":")[0] for s in steps] == ["NVFP4 naive", "NVFP4 mlp_only"]
-    assert (
-        steps[0].verdict == "fail"
-        and steps[1].verdict == "pass"
-        and steps[1].text.endswith("the candidate")
-    )
-    w4a4 = next(s for s in steps[0].children if "W4A4" in s.text)
-    assert w4a4.verdict == "fail" and "50/120" in w4a4.text
-
-
-def test_the_tree_has_the_order_of_a_search(whole, tmp_path):
-    folder = write(whole, tmp_path, candidate)
-    (folder / "search.json").write_text(
-        json.dumps({"strategies": [{"strategy": "mlp_only"}, {"strategy": "naive"}]})
-    )
-    assert [s.text.split(":")[0] for s in comparison.decision_tree(load(folder))] == [
-        "NVFP4 mlp_only",
-        "NVFP4 naive",
-    ]
-
-
 def test_without_servers_nothing_is_recommended(whole, tmp_path):
     def bare(document):
         document["aggregates"]["served"] = {}
@@ -238,9 +215,7 @@ def test_without_servers_nothing_is_recommended(whole, tmp_path):
         "nothing to compare yet" in files["comparison.md"]
         and "## Side by side" not in files["comparison.md"]
     )
-    assert (
-        'id="replacement"' not in files["report.html"] and 'id="decisions"' in files["report.html"]
-    )
+    assert 'id="replacement"' not in files["report.html"]
 
 
 def test_document_and_page_agree(whole, tmp_path):
@@ -248,8 +223,4 @@ def test_document_and_page_agree(whole, tmp_path):
     files = compose(run)
     sentence = load(run).sentence
     for text in (files["comparison.md"].replace("\\", ""), html.unescape(files["report.html"])):
-        assert (
-            sentence in text
-            and "both, while switching" in text
-            and "passes every gate, the candidate" in text
-        )
+        assert sentence in text and "both, while switching" in text

@@ -30,30 +30,6 @@ def variant(whole, folder, change, records=True):
     return files, "".join(report_page.Read(files["report.html"]).text)
 
 
-DRIFT = {
-    "backend": "q4",
-    "metric": "tpot_ms",
-    "n": 90,
-    "after_s": 60.0,
-    "shift": 0.25,
-    "low": 0.2,
-    "high": 0.3,
-    "p": 0.001,
-}
-
-
-def test_a_drift_is_in_the_table_where_no_prompt_was_measured_twice(whole, tmp_path):
-    """The row of a backend without a noise floor was left out, and its drift with it."""
-
-    def drifted(document):
-        document["aggregates"] |= {"noise": {}, "drift": [DRIFT]}
-        return document
-
-    files, text = variant(whole, tmp_path, drifted)
-    assert "Noise and drift" in text and "+25.0%" in text
-    assert "## Noise and drift" in files["report.md"] and "+25.0%" in files["report.md"]
-
-
 def drop(*path):
     def change(document):
         place = document

@@ -17,7 +17,6 @@ from annie_quant.judge.decision.rule import (
     POOLED,
     RULE,
     JudgedGate,
-    decided_at,
     deciding,
     judge_gates,
     looks,

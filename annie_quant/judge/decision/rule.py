@@ -61,7 +61,7 @@ from annie_quant.documents import (
     Standing,
 )
 from annie_quant.judge import statistics as stats
-from annie_quant.judge.gates import GATES, LARGE_N, decides
+from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.pairing import (
     MIN_ANSWERS_TO_KEEP,
     RARE_ANSWERS,
@@ -249,21 +249,6 @@ def is_loss(row: PairedCounts, limit: float, level: float) -> bool:
 
 def _is_sure(row: PairedCounts, level: float) -> bool:
     return row.p_holm is not None and row.p_holm < level
-
-
-def decided_at(name: str, gate: PairedGate, level: float) -> bool:
-    """Return whether a gate keeps or loses with an error of at most `level`, before all prompts are answered.
-
-    Without a margin it keeps with no lost answer in LARGE_N.
-    """
-    if answers_of(gate) < MIN_ANSWERS_TO_KEEP and not is_two_sided(name):
-        return False
-    at_level = copy.copy(gate)
-    at_level.low, at_level.high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
-    verdict = _gate_verdict(name, at_level, level)
-    if verdict == "keeps" and not _has_margin(name, gate):
-        return gate.n >= LARGE_N
-    return verdict != "undecided"
 
 
 # ---- one arithmetic

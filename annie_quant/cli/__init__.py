@@ -87,6 +87,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "publish": report.publish,
     "explain": report.explain,
 }
+# What Ctrl-C ends: a program that runs until then, and work that the same command continues.
+RUN_UNTIL_STOPPED = ("record", "serve")
+RESUMED = ("attribute", "bench", "convert", "data", "demo", "eval", "publish", "quantize", "search")
 for position, (name, function) in enumerate(COMMANDS.items()):
     app.command(function, name=name, alias=None, sort_key=position)
 
@@ -112,17 +115,21 @@ def main() -> None:
         command = next((word for word in words if word in COMMANDS), "")
         _fail(str(error), f"annie-quant {command} --help".replace("  ", " "), UsageError.exit_code)
     except KeyboardInterrupt as interrupt:
-        if words[:1] == ["serve"]:
-            console.note("stopped")
-        else:
-            console.error(
-                "interrupted; finished work is saved", "run the same command again to resume"
-            )
+        _report_interrupt(words[0] if words else "")
         if isinstance(interrupt, Stopped):
             interrupt.end_process()
         sys.exit(130)
     except Exception as error:
         _report(error)
+
+
+def _report_interrupt(command: str) -> None:
+    if command in RUN_UNTIL_STOPPED:
+        console.note("stopped")
+    elif command in RESUMED:
+        console.error("interrupted; finished work is saved", "run the same command again to resume")
+    else:
+        console.error("interrupted")
 
 
 def _fail(message: str, hint: str, exit_code: int) -> NoReturn:

@@ -67,8 +67,8 @@ class BenchOptions(opt.Sides):
     backend_a: tuple[str, str]
     backend_b: tuple[str, str] | None = None
     aa: bool = False
-    warmup: int = 2
-    runs: int = 5
+    warmup: Annotated[int, opt.at_least(0)] = 2
+    runs: Annotated[int, opt.at_least(1)] = 5
     n: Annotated[int, opt.at_least(0)] = 25
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
@@ -77,7 +77,7 @@ class BenchOptions(opt.Sides):
         tuple[float, ...], Parameter(name="--rate", converter=opt.split_at_commas, n_tokens=1)
     ] = ()
     prefix_cache: Literal["warm", "off"] = "warm"
-    budget_s: float | None = None
+    budget_s: Annotated[float | None, opt.POSITIVE] = None
     noise_share: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=1))] = 0.1
     watch: Path | None = None
     reference_run: Path | None = None

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -98,6 +100,9 @@ def print_audit(path: Path, result: Audit, tensors: bool) -> None:
     )
     for line in summary["loads"]:
         console.line(f"  {line}")
+    errors = error_line(result.tensors)
+    if errors:
+        console.line(f"  {errors}")
     if tensors:
         print_tensors(result.tensors)
     groups: dict[str, list[str]] = {}
@@ -109,6 +114,18 @@ def print_audit(path: Path, result: Audit, tensors: bool) -> None:
             console.line(message, mark=f"[red]{code}[/]")
     if result.ok:
         console.out.print("[green]sound[/]")
+
+
+def error_line(rows: Sequence[TensorRow]) -> str:
+    """Return the errors of the quantized tensors compared with the source; "" without a source."""
+    errors = {row.name: row.rel_l2 for row in rows if row.rel_l2 is not None}
+    if not errors:
+        return ""
+    worst = max(errors, key=errors.__getitem__)
+    return (
+        f"error against the source (relative L2) of {len(errors)} tensors: "
+        f"median {statistics.median(errors.values()):.4f}, largest {errors[worst]:.4f} in {worst}"
+    )
 
 
 def advice(result: Audit, source: Path | None) -> str:
@@ -254,15 +271,20 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     from annie_quant.data.rows import check_calibration, read_conversations
     from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
+
+    workloads = resolve(options.persona, options.workloads)
+    for note in (
+        *check_calibration(options.calib_data, options.persona, options.allow_prompt_mismatch),
+        check_checkpoint(checkpoint, workloads, options.allow_prompt_mismatch),
+    ):
+        if note:
+            console.note(note)
+    # torch is imported after the checks that need no model.
     from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
 
-    for note in check_calibration(
-        options.calib_data, options.persona, options.allow_prompt_mismatch
-    ):
-        console.note(note)
     job = EvaluationJob(
-        workloads=resolve(options.persona, options.workloads),
+        workloads=workloads,
         n_per_gate=options.n,
         extends=True,
         conversations=read_conversations(options.calib_data) if options.calib_data else (),
@@ -273,9 +295,6 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         output=options.output,
         rows=options.rows,
     )
-    mismatch = check_checkpoint(job.checkpoint, job.workloads, options.allow_prompt_mismatch)
-    if mismatch:
-        console.note(mismatch)
     job = job.audited()
     for fault in job.faults:
         console.note(fault)

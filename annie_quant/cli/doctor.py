@@ -31,6 +31,7 @@ from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 
 if TYPE_CHECKING:
+    from annie_quant.core.progress import Progress
     from annie_quant.gemm.stack_check import BackendResult, StackResult
     from annie_quant.gemm.validate import Validation
     from annie_quant.ops.doctor import CheckResult
@@ -91,10 +92,11 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
     figures: dict[str, object] = {}
     if options.images and options.server is None:
         raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
-    if options.server is None:
-        findings = checks.examine(options.log)
-    else:
-        findings, figures = check_server(options.server, options)
+    with console.task("doctor") as step:
+        if options.server is None:
+            findings = checks.examine(options.log, progress=step)
+        else:
+            findings, figures = check_server(options.server, options, step)
     if options.as_json:
         emit({"findings": findings, "fix_plan": checks.fix_plan(findings), **figures})
     else:
@@ -102,7 +104,9 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
     sys.exit(3 if any(f.level == "fault" for f in findings) else 0)
 
 
-def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], dict[str, object]]:
+def check_server(
+    url: str, options: DoctorOptions, progress: Progress
+) -> tuple[list[CheckResult], dict[str, object]]:
     """Return the findings about a running server, and what --json prints of its arithmetic."""
     from annie_quant.bench.backend import key_headers
 
@@ -117,7 +121,7 @@ def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], d
     if options.checkpoint is None:
         return describe_server(url, headers), {}
     findings, result = check_served(
-        url, options.checkpoint, options.reference, options.load_report, headers
+        url, options.checkpoint, options.reference, options.load_report, headers, progress
     )
     return findings, {"fingerprint": {"name": result.name, **asdict(result)}}
 

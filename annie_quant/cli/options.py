@@ -24,12 +24,17 @@ def split_at_commas(kind: type, tokens: Sequence[Token]) -> tuple[object, ...]:
     text = ",".join(token.value for token in tokens)
     parts = [part.strip() for part in text.split(",")]
     try:
-        return tuple(item_type(part) for part in parts if part)
+        values = tuple(item_type(part) for part in parts if part)
     except ValueError:
-        raise CoercionError(msg=f"{text!r} is not a list of numbers; write it as 1,8") from None
+        content = "whole numbers" if item_type is int else "numbers"
+        raise CoercionError(msg=f"{text!r} is not a list of {content}; write it as 1,8") from None
+    if not values:
+        raise CoercionError(msg=f"{text!r} is an empty list; leave the option out")
+    return values
 
 
 COMMA_SEPARATED = Parameter(converter=split_at_commas, n_tokens=1, accepts_keys=False)
+PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 POSITIVE = Parameter(validator=validators.Number(gt=0))
 
 AsJson = Annotated[

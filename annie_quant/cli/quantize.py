@@ -21,6 +21,8 @@ from cyclopts import Parameter
 import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.options import (
+    PORT,
+    POSITIVE,
     AllowMismatch,
     AsJson,
     Force,
@@ -69,9 +71,9 @@ class QuantizeOptions:
     scale: str | None = None
     kv_cache: str = "none"
     settings: Annotated[tuple[str, ...], Parameter(name="--set")] = ()
-    max_gb: float | None = None
-    min_tps: float | None = None
-    max_loss: float | None = None
+    max_gb: Annotated[float | None, POSITIVE] = None
+    min_tps: Annotated[float | None, POSITIVE] = None
+    max_loss: Annotated[float | None, POSITIVE] = None
     device: str | None = None
     seed: int = 0
     output: Path
@@ -163,7 +165,7 @@ class ServeOptions:
     """
 
     runtime: str = "llama.cpp"
-    port: int = 8000
+    port: Annotated[int, PORT] = 8000
     use: str | None = None
     write_recipe: Path | None = None
     dry_run: bool = False
@@ -201,8 +203,13 @@ NEXT = (
 def search(settings: SearchSettings) -> None:
     """Try `best` from the fewest bytes per token up, until one checkpoint keeps every gate of bf16. Exit code 1 if none does."""
     quiet_engines()
-    from annie_quant.cli.pipeline.search import run
+    from annie_quant.cli.pipeline import search_text
+    from annie_quant.cli.pipeline.search import plan, run
 
+    if settings.dry_run:
+        for line in plan(settings, console):
+            echo(line)
+        return
     result = run(settings, console)
     if settings.as_json:
         emit(result)
@@ -212,9 +219,9 @@ def search(settings: SearchSettings) -> None:
         console.print_lines(
             tables.side_lines(sides, tables.Column("bf16", result.reference), console.width)
         )
-        for line in tables.search_tree(result):
+        for line in search_text.tree(result):
             console.print_lines(tables.wrap_tree(line, console.width))
-        console.note(tables.search_outcome(result))
+        console.note(search_text.outcome(result))
         console.note(f"table: {settings.output / 'search.md'}")
     sys.exit(0 if result.chosen else 1)
 

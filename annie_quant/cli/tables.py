@@ -1,7 +1,4 @@
-"""Tables of gates as plain text that fits a terminal: the reference first, one column group per side, or one row per side.
-
-The page of a search is a template: search.md.
-"""
+"""Tables of gates as plain text that fits a terminal: the reference first, one column group per side, or one row per side."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from annie_quant import documents
-from annie_quant.core.templates import render_markdown
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.wording import is_change, points, title
 
@@ -295,62 +291,3 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
         subsequent_indent=" " * at,
         break_on_hyphens=False,
     ) or [line]
-
-
-# ---- a search
-
-
-def search_page(result: documents.SearchResult) -> str:
-    """Return search.json as Markdown."""
-    models = (
-        [("bf16", result.reference, dict[str, documents.PairedGate]())] if result.reference else []
-    )
-    for row in result.strategies:
-        models += [
-            (f"{row.strategy} {kind.upper()}", side.gates, side.paired)
-            for kind, side in row.numerics.items()
-        ]
-    return render_markdown(
-        "search.md",
-        **{
-            "result": result,
-            "outcome": search_outcome(result),
-            "path": search_tree(result),
-            "models": models,
-        },
-        **{"title": title, "points": points, "marks": {"pass": "✓", "fail": "✗", "undecided": "?"}},
-        gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
-        failed=[row for row in result.strategies if not row.passed],
-    )
-
-
-def search_outcome(result: documents.SearchResult) -> str:
-    """Return the search's outcome as one sentence."""
-    required = " and ".join(n.upper() for n in result.required) or "every numerics that it allows"
-    if result.chosen:
-        time = (
-            f"{result.seconds:.0f} s"
-            if result.seconds < 90
-            else f"{result.seconds / 60:.1f} minutes"
-        )
-        return f"{result.chosen} is the first to keep every gate under {required}, after {time}."
-    return (
-        result.stopped
-        or f"None of {len(result.strategies)} strategies keeps every gate under {required}."
-    )
-
-
-def search_tree(result: documents.SearchResult) -> list[str]:
-    """Return the path through the decision tree, one line per step."""
-    lines = ["Does the bf16 model have the manners itself?"]
-    if result.stopped:
-        return [*lines, f"└── NO → {result.stopped}"]
-    lines += ["└── YES → from the fewest bytes per token up:"]
-    for i, row in enumerate(result.strategies):
-        branch, indent = ("└──", "   ") if i == len(result.strategies) - 1 else ("├──", "│  ")
-        lines.append(f"    {branch} {row.strategy}")
-        lines += [
-            f"    {indent} {'├──' if j < len(row.path) else '└──'} {step}"
-            for j, step in enumerate(row.path, 1)
-        ]
-    return lines

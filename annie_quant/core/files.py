@@ -43,6 +43,15 @@ def replacing(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
         raise
 
 
+def follow_umask(folder: Path) -> None:
+    """Give the files of a folder the mode of new files; some libraries write files that only their owner can read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     with replacing(path, "w") as file:
         file.write(text)

@@ -30,7 +30,7 @@ from annie_quant.documents import ChatMessage
 from annie_quant.judge import Workload
 from annie_quant.offline.decoding import Completion, generate
 from annie_quant.offline.engine import Engine, Row
-from annie_quant.offline.loading import load, numerics_of
+from annie_quant.offline.loading import load, numerics_of, share_equal_tensors
 from annie_quant.offline.prompts import Answered, OfflineRequest, Template
 
 if TYPE_CHECKING:
@@ -98,12 +98,20 @@ class Reference:
     """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there.
 
     rows: answers per batch.
+    checkpoint: the model that it is compared with; tensors that are equal in both are in memory once.
     """
 
     def __init__(
-        self, job: EvaluationJob, template: Template, dtype: str, device: str, rows: int
+        self,
+        job: EvaluationJob,
+        template: Template,
+        dtype: str,
+        device: str,
+        rows: int,
+        checkpoint: torch.nn.Module | None = None,
     ) -> None:
         self.job = job
+        self.checkpoint = checkpoint
         self.template = template
         self.dtype = dtype
         self.device = device
@@ -129,6 +137,8 @@ class Reference:
                 raise UsageError(
                     f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint"
                 )
+            if self.checkpoint is not None:
+                share_equal_tensors(model, self.checkpoint)
             model.annie_quant_prefixes = {}  # its weights and its arithmetic never change
             self._engine = Engine(model, rows=self.rows)
         return self._engine
@@ -173,19 +183,17 @@ class Reference:
         self._logits = None
         self._rows = rows
         stored: dict[int, torch.Tensor] = {}
-        size = 0
         engine = self.engine()
         limit = MAX_LOGITS_BYTES
         if engine.device.type == "cuda":
             limit = int(GPU_LOGITS_SHARE * torch.cuda.mem_get_info(engine.device)[0])
+        n_logits = engine.vocabulary * sum(len(row.target) for row in rows)
+        fits = n_logits * torch.float32.itemsize <= limit
         for i, logits in engine.scores(rows):
-            size += logits.nbytes
-            if size <= limit:
+            if fits:
                 stored[i] = logits.clone()
-            else:
-                stored.clear()
             yield i, logits
-        if size <= limit:
+        if fits:
             self._logits = stored
 
 

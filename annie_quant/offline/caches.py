@@ -106,7 +106,10 @@ def repeat_row(source: Layered, target: Layered, rows: int) -> None:
 
 
 def concatenate(sources: Sequence[Layered], target: Layered, columns: int) -> None:
-    """Fill `target` with the rows of all sources. Keys and values are padded on the right to `columns`."""
+    """Fill `target` with the rows of all sources. Keys and values are padded on the right to `columns`.
+
+    Keys and values of the sources are released layer by layer: they are most of the memory of a batch.
+    """
     for n, new in enumerate(target.layers):
         old = [s.layers[n] for s in sources]
         if isinstance(new, LinearAttentionLayer):
@@ -115,7 +118,10 @@ def concatenate(sources: Sequence[Layered], target: Layered, columns: int) -> No
         else:
             keys = [pad_columns(layer.keys, columns) for layer in old]
             values = [pad_columns(layer.values, columns) for layer in old]
+            for layer in old:
+                layer.keys = layer.values = layer.buffers = None
             new.set(torch.cat(keys), torch.cat(values))
+            del keys, values
 
 
 def take_rows(

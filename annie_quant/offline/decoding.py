@@ -195,11 +195,7 @@ def generate(
     """
     read = [len(p) - n for p, n in zip(prompts, n_decoded or [0] * len(prompts), strict=True)]
     completions = [Completion([], False) for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
-    for at in range(0, len(order), engine.rows):
-        part = [i for i in order[at : at + engine.rows] if limits[i] > 0]
-        if not part:
-            continue
+    for part in decoded_together(engine, prompts, limits):
         running = join(
             engine,
             compute_prompts(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read),
@@ -224,6 +220,29 @@ def generate(
                 left = max(limits[i] - len(completions[i].tokens) for i in rows)
                 advance(engine, running, left)
     return completions
+
+
+def decoded_together(
+    engine: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield the rows of each batch: similar limits and lengths, with room for the keys and values of all their tokens."""
+    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
+    batch: list[int] = []
+    columns = 0
+    for i in order:
+        if limits[i] <= 0:
+            continue
+        columns_with_row = max(columns, len(prompts[i]) + limits[i])
+        n_columns = (len(batch) + 1) * columns_with_row
+        is_full = engine.device.type == "cpu" and n_columns > engine.cache_columns
+        if batch and (is_full or len(batch) == engine.rows):
+            yield batch
+            batch = []
+            columns_with_row = len(prompts[i]) + limits[i]
+        batch.append(i)
+        columns = columns_with_row
+    if batch:
+        yield batch
 
 
 def compute_prompts(
@@ -272,9 +291,11 @@ def advance(engine: Engine, running: RunningBatch, steps: int) -> None:
 
 
 def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
-    """Return one batch with the active rows of several."""
+    """Return one batch with the active rows of several, whose caches are emptied."""
     for part in parts:
         part.compact()
+    if len(parts) == 1:
+        return parts[0]
     columns = max(p.real.shape[1] for p in parts)
     cache = engine.new_cache()
     caches.concatenate([p.cache for p in parts], cache, columns)

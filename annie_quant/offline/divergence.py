@@ -24,6 +24,8 @@ from annie_quant.documents import KLFigures, KLSummary, MarginBin
 from annie_quant.offline.prompts import CLASSES, ScoredAnswer, Template
 
 FIELDS = ("kl", "same_top", "nll_reference", "nll", "delta_p", "margin", "noise")
+# Logits that are compared at once: in float64 there are six copies of them.
+MAX_COMPARED_LOGITS = 1 << 22
 NOISE_TOKENS = 8  # most likely tokens over which the noise is computed
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
 
@@ -59,6 +61,17 @@ def compare_logits(
     reference: torch.Tensor, quantized: torch.Tensor, target: torch.Tensor
 ) -> np.ndarray:
     """Return FIELDS of n tokens, float64 [n, len(FIELDS)]. reference, quantized: logits [n, V]. target: tokens int64 [n]."""
+    n_parts = 1
+    if reference.device.type == "cpu":
+        n_parts = max(1, -(-reference.numel() // MAX_COMPARED_LOGITS))
+    tensors = (reference, quantized, target)
+    parts = zip(*(tensor.tensor_split(n_parts) for tensor in tensors), strict=True)
+    return np.concatenate([_compare_part(*part) for part in parts if len(part[0])])
+
+
+def _compare_part(
+    reference: torch.Tensor, quantized: torch.Tensor, target: torch.Tensor
+) -> np.ndarray:
     p = torch.log_softmax(reference.double(), -1)
     q = torch.log_softmax(quantized.double(), -1)
     top = reference.topk(min(NOISE_TOKENS, reference.shape[-1]), -1)

@@ -113,7 +113,9 @@ MAX_LOGITS = 1 << 25  # logits in memory at one time
 CPU_FORWARD_TOKENS = {
     "cpu": 1024
 }  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
-MAX_CACHE_COLUMNS = 1 << 18  # of keys and values of all rows, which each have a copy of the prefix
+# Of the keys and values of all rows, which each have a copy of the prefix.
+MAX_CACHE_COLUMNS = 1 << 18
+CPU_CACHE_BYTES = 1 << 30
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 # What an H200 computes while the kernels of one forward through eight layers are launched.
 LAUNCH_FLOP = 5e11
@@ -168,6 +170,9 @@ class Engine:
             ["full_attention"] * self.config.num_hidden_layers
         )
         self.rows = rows or self.rows_that_fit()
+        self.cache_columns = MAX_CACHE_COLUMNS
+        if self.device.type == "cpu":
+            self.cache_columns = min(MAX_CACHE_COLUMNS, CPU_CACHE_BYTES // self.token_bytes())
         unsupported = set(self.layer_types) - {
             "full_attention",
             "linear_attention",
@@ -200,14 +205,17 @@ class Engine:
         """Return BATCH_ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_BATCH_ROWS."""
         if self.device.type != "cuda":
             return BATCH_ROWS
+        free = torch.cuda.mem_get_info(self.device)[0]
+        fitting = int(ROWS_SHARE * free / (self.token_bytes() * ROW_TOKENS))
+        return max(BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % BATCH_ROWS))
+
+    def token_bytes(self) -> int:
+        """Return the bytes of one token's keys and values."""
         heads = getattr(self.config, "num_key_value_heads", self.config.num_attention_heads)
         width = getattr(self.config, "head_dim", None)
         width = width or self.config.hidden_size // self.config.num_attention_heads
         n_layers = sum(kind != "linear_attention" for kind in self.layer_types)
-        token_bytes = 2 * n_layers * heads * width * self.model.dtype.itemsize
-        free = torch.cuda.mem_get_info(self.device)[0]
-        fitting = int(ROWS_SHARE * free / (token_bytes * ROW_TOKENS))
-        return max(BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % BATCH_ROWS))
+        return max(1, 2 * n_layers * heads * width * self.model.dtype.itemsize)
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
@@ -247,7 +255,7 @@ class Engine:
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
             while waiting:
                 width = len(inputs[waiting[0]]) - shared
-                rows_in_cache = MAX_CACHE_COLUMNS // (shared + width)
+                rows_in_cache = self.cache_columns // (shared + width)
                 count = max(1, min(self.rows, self.tokens // width, rows_in_cache))
                 batch, waiting = waiting[:count], waiting[count:]
                 if shared and prefix_cache is None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import torch
 
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.judge import Workload
 from annie_quant.offline.decoding import generate
-from annie_quant.offline.engine import Engine, group_by_prefix
+from annie_quant.offline.engine import MAX_LOGITS, Engine, group_by_prefix
 from annie_quant.offline.loading import memory_bytes
 from annie_quant.offline.pair import ModelPair
 
+BASE_BYTES = 0.5e9  # Python, torch and transformers
+LOGIT_COPIES = 3  # of both models, and one without the most likely token
 TIMED_PROMPTS = 8
 TIMED_STEPS = 4
 ANSWER_SHARE = 0.3  # of an answer's token limit
@@ -32,21 +35,43 @@ MEMBER_ANSWERS = 0.7
 
 def estimate_line(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> str:
     """Return the estimate as one line: prompts, seconds, the time at which they have passed, and memory."""
-    seconds = estimated_seconds(pair, workloads, n_numerics)
+    seconds = estimated_seconds(pair, workloads, n_numerics).total
     end = datetime.now().astimezone() + timedelta(seconds=seconds)
-    cache = "float32" if pair.dtype == "float32" else "bf16"
-    folders = {pair.job.checkpoint, pair.job.reference}
-    size = sum(memory_bytes(ModelFolder(f), cache, f"torch.{pair.dtype}") for f in folders)
+    size = memory_estimate(pair)
     cases = [case for workload in workloads for case in workload.cases]
     n_prompts = sum(case.n_turns for case in cases)
     duration = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     return (
         f"{n_prompts} prompts, {n_numerics} numerics: about {duration}, until {end:%H:%M}; "
-        f"{size / 1e9:.1f} GB for the models"
+        f"{size / 1e9:.1f} GB of memory"
     )
 
 
-def estimated_seconds(pair: ModelPair, workloads: Sequence[Workload], n_numerics: int) -> float:
+def memory_estimate(pair: ModelPair) -> float:
+    """Return the bytes of both models, of a batch's keys and values, and of the logits that are compared."""
+    cache = "float32" if pair.dtype == "float32" else "bf16"
+    folders = {pair.job.checkpoint, pair.job.reference}
+    models = sum(memory_bytes(ModelFolder(f), cache, f"torch.{pair.dtype}") for f in folders)
+    engine = pair.engine
+    batch = engine.cache_columns * engine.token_bytes()
+    logits = LOGIT_COPIES * torch.float32.itemsize * MAX_LOGITS
+    return BASE_BYTES + models + batch + logits
+
+
+class EstimatedSeconds(NamedTuple):
+    """Seconds without cached answers: of the reference's answers, and of what the checkpoint's numerics add."""
+
+    reference: float
+    checkpoint: float
+
+    @property
+    def total(self) -> float:
+        return self.reference + self.checkpoint
+
+
+def estimated_seconds(
+    pair: ModelPair, workloads: Sequence[Workload], n_numerics: int
+) -> EstimatedSeconds:
     """Return the seconds of an evaluation without cached answers."""
     requests = []
     for workload in workloads:
@@ -62,9 +87,12 @@ def estimated_seconds(pair: ModelPair, workloads: Sequence[Workload], n_numerics
     if pair.job.has_ensemble:
         passes += MEMBER_PASSES
         answers += MEMBER_ANSWERS
-    passes = REFERENCE_PASSES + n_numerics * passes
-    answers = REFERENCE_ANSWERS + n_numerics * answers
-    return passes * n_tokens * token_seconds + answers * n_steps * step_seconds
+    pass_s = n_tokens * token_seconds
+    answers_s = n_steps * step_seconds
+    return EstimatedSeconds(
+        reference=REFERENCE_PASSES * pass_s + REFERENCE_ANSWERS * answers_s,
+        checkpoint=n_numerics * (passes * pass_s + answers * answers_s),
+    )
 
 
 def computed_tokens(prompts: Sequence[Sequence[int]], group_cost: int) -> int:

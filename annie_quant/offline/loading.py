@@ -39,6 +39,7 @@ from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader, opened_once
 from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
+from annie_quant.core.files import follow_umask
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
@@ -151,6 +152,17 @@ def memory_bytes(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> f
         elif str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16"):
             size += info.size_bytes
     return size
+
+
+def share_equal_tensors(model: nn.Module, other: nn.Module) -> None:
+    """Let a model use another one's parameters where their names and values are the same."""
+    twins = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        twin = twins.get(name)
+        if twin is None or twin.dtype != parameter.dtype or twin.device != parameter.device:
+            continue
+        if torch.equal(twin, parameter):
+            parameter.data = twin.data
 
 
 def require_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
@@ -287,6 +299,7 @@ def convert_gguf(
         model.config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        follow_umask(part)
     size_bytes = sum(f.stat().st_size for f in target.glob("*.safetensors"))
     rounded = {kind: n for kind, n in kinds.items() if kind not in PLAIN_GGUF_TYPES}
     loss = []

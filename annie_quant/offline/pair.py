@@ -185,7 +185,7 @@ def open_pair(job: EvaluationJob, progress: Progress = SILENT) -> Iterator[Model
     dense_cache = "float32" if dtype == "float32" else "bf16"
     model = load(job.checkpoint, cache=dense_cache, dtype=getattr(torch, dtype), device=device)
     engine = Engine(model, rows=job.rows)
-    reference = Reference(job, template, dtype, device, engine.rows)
+    reference = Reference(job, template, dtype, device, engine.rows, model)
     try:
         yield ModelPair(job, progress, device, dtype, template, model, engine, reference, start)
     finally:

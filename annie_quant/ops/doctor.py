@@ -25,6 +25,7 @@ from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import salvage_line
 from annie_quant.ops import known_faults
 from annie_quant.ops.known_faults import PARSER_FLAGS
@@ -126,11 +127,18 @@ class Probe:
         return answer.text or None if answer.code == 0 else None
 
 
-def examine(log: Path | None = None, probe: Probe | None = None) -> list[CheckResult]:
+def examine(
+    log: Path | None = None, probe: Probe | None = None, progress: Progress = SILENT
+) -> list[CheckResult]:
     """Run all checks, in the order in which a run needs them. Raises UsageError for a log that cannot be read."""
     probe = probe or Probe()
-    findings = [f for check in CHECKS for f in check(probe)]
-    return findings if log is None else [*findings, check_log(log)]
+    findings: list[CheckResult] = []
+    for done, (title, check) in enumerate(CHECKS.items()):
+        progress.update(done, len(CHECKS), title)
+        findings += check(probe)
+    if log is not None:
+        findings.append(check_log(log))
+    return findings
 
 
 def check_log(path: Path) -> CheckResult:
@@ -502,15 +510,15 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
     return findings
 
 
-CHECKS = (
-    check_python,
-    check_modules,
-    check_extras,
-    check_memory,
-    check_disk,
-    check_ownership,
-    check_token,
-    check_gpu,
-    check_versions,
-    check_docker,
-)
+CHECKS = {
+    "Python": check_python,
+    "C modules": check_modules,
+    "extras": check_extras,
+    "memory": check_memory,
+    "disk": check_disk,
+    "file owners": check_ownership,
+    "hub token": check_token,
+    "GPU, its kernels and torch": check_gpu,
+    "versions with known faults": check_versions,
+    "containers": check_docker,
+}

@@ -25,6 +25,7 @@ from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.documents import LoadedModel, decode, salvage_line
 from annie_quant.ops import known_faults, server_checks
@@ -76,12 +77,16 @@ def check_served(
     reference: Path | None = None,
     load_report: Path | None = None,
     headers: Mapping[str, str] | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[list[CheckResult], Fingerprint | GreedyTokens]:
     """Check what a running server made of a checkpoint: its tensors and formats, its answers, its drafts, its version.
 
     load_report: of our vLLM plug-in.
     """
-    answers, served, result = server_checks.check_server(url, checkpoint, reference, headers)
+    answers, served, result = server_checks.check_server(
+        url, checkpoint, reference, headers, progress
+    )
+    progress.message("comparing what the server loaded")
     root = server_checks.check_url(url)
     server = Backend("server", root, headers=headers or {})
     who = identity(server)

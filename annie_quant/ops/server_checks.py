@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.ops.doctor import CheckResult, fault, note, ok
 from annie_quant.stream.client import HttpReply, Request, chat, fetch, first_model, http_reply, run
@@ -210,16 +211,20 @@ def check_server(
     checkpoint: Path,
     reference: Path | None = None,
     headers: Mapping[str, str] | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[CheckResult, Served, Fingerprint | GreedyTokens]:
     """Compare about 20 short answers with the checkpoint's own log-probabilities, and name the numerics profile that is served.
 
     A server that returns no log-probabilities with token ids is judged by its greedy tokens, which show gross faults only.
     """
+    progress.message("loading torch and the prompts")
     from annie_quant.offline import fingerprint as offline
     from annie_quant.offline.prompts import Template
 
     prompts = offline.prompts(reference or checkpoint, N_PROMPTS)
+    progress.message(f"the server answers {len(prompts)} prompts")
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
+    progress.message("computing the same answers under each numerics profile")
     if not any(a.text for a in served.answers):
         tokens = [a.tokens for a in served.answers]
         logprobs = [a.logprobs for a in served.answers]

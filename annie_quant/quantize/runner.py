@@ -233,7 +233,13 @@ def _prompt_hashes(
         return [], None
     rows = read_conversations(calib_data)
     mismatch = check_prompt_hash(rows, persona, allow=allow)
-    systems = {
-        row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"
-    }
-    return sorted(sha256_text(s) for s in systems), mismatch
+    hashes = set()
+    for row in rows:
+        first = row["messages"][0]
+        provenance = row.get("provenance") or {}
+        if first["role"] == "system":
+            hashes.add(sha256_text(first["content"]))
+        # A logged prompt may differ from the persona's in white space, a date or a name.
+        if provenance.get("teacher") == "log" and provenance.get("prompt_sha256"):
+            hashes.add(provenance["prompt_sha256"])
+    return sorted(hashes), mismatch

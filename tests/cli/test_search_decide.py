@@ -14,8 +14,8 @@ from annie_quant import judge, quantize
 from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.search_text import outcome as search_outcome
 from annie_quant.cli.pipeline.stages import AuditResult, Stages
-from annie_quant.cli.tables import search_outcome
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona

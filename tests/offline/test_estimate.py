@@ -57,7 +57,7 @@ def test_quick_computes_the_first_numerics_alone(job: EvaluationJob) -> None:
     assert "quick: w4a16 alone" in "\n".join(result.notes)
     announced = progress.messages[0]
     assert announced.startswith("2 prompts, 1 numerics: about ")
-    assert " GB for the models" in announced
+    assert " GB of memory" in announced
     assert any(s.startswith("w4a16: answering from the first difference") for s in progress.stages)
 
 
@@ -74,6 +74,6 @@ def test_more_prompts_and_more_arithmetics_take_longer(
     monkeypatch.setattr(estimate, "speeds", lambda *_: (0.001, 0.01))
     with open_pair(job) as pair:
         few, more = job.prompts(2), job.prompts(8)
-        one = estimate.estimated_seconds(pair, few, 1)
-        assert estimate.estimated_seconds(pair, few, 2) > one
-        assert estimate.estimated_seconds(pair, more, 1) > one
+        one = estimate.estimated_seconds(pair, few, 1).total
+        assert estimate.estimated_seconds(pair, few, 2).total > one
+        assert estimate.estimated_seconds(pair, more, 1).total > one

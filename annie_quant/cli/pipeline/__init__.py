@@ -28,6 +28,7 @@ class SearchSettings:
         samples: Conversations to calibrate with.
         calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context.
         anyway: Continue with a model that lacks the manners in bf16.
+        dry_run: Print the time and memory of each strategy and their sum, and stop.
     """
 
     model: Path
@@ -41,13 +42,15 @@ class SearchSettings:
     strategies: Annotated[tuple[str, ...] | None, opt.COMMA_SEPARATED] = None
     required: Annotated[
         tuple[str, ...],
-        Parameter(name="--require", converter=opt.split_at_commas, n_tokens=1, accepts_keys=False),
+        opt.COMMA_SEPARATED,
+        Parameter(name="--require"),
     ] = ()
     seeds: Annotated[int, opt.at_least(1)] = 1
-    samples: Annotated[int, Parameter(name="--calib-samples")] = 128
+    samples: Annotated[int, opt.at_least(1), Parameter(name="--calib-samples")] = 128
     calib_tokens: Annotated[int | None, opt.at_least(1)] = None
     allow_prompt_mismatch: AllowMismatch = False
     anyway: bool = False
+    dry_run: bool = False
     as_json: AsJson = False
 
 

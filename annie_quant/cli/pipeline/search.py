@@ -24,8 +24,7 @@ from annie_quant import __version__, documents, judge
 from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size
-from annie_quant.cli import tables as texts
-from annie_quant.cli.pipeline import SearchSettings
+from annie_quant.cli.pipeline import SearchSettings, search_text
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
@@ -47,6 +46,7 @@ MANNERS = ("tool_call", "no_markdown", "thinking_leak")
 PROMPT_GATES = (*MANNERS, "non_empty", "stop")  # gates that a stronger prompt may restore
 HARDENED_N = 40
 WRONG_MODEL = "WRONG MODEL"
+MAX_REASONS = 3  # in one line
 
 
 def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
@@ -59,6 +59,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
         settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch
     )
     workloads = resolve(settings.persona, settings.workloads)
+    order, notes = order_of(settings)
     with directory.locked():
         work = directory / "models/.work"
         stages = Stages(
@@ -70,12 +71,6 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
             work,
             settings.calib_tokens,
         )
-        listed = settings.strategies
-        order, notes = (
-            frontier_order(settings.model, settings.every)
-            if listed is None
-            else (chosen_order(listed), [])
-        )
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
@@ -84,6 +79,23 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
         search.save()
         shutil.rmtree(work, ignore_errors=True)
     return search.result
+
+
+def plan(settings: SearchSettings, console: Console) -> list[str]:
+    """Return the time and memory that a search would take, as lines; nothing is written."""
+    from annie_quant.cli.pipeline import search_plan
+
+    order, notes = order_of(settings)
+    workloads = resolve(settings.persona, settings.workloads)
+    with console.task("estimate") as progress:
+        return [*notes, *search_plan.dry_run(settings, order, workloads, progress)]
+
+
+def order_of(settings: SearchSettings) -> tuple[list[str], list[str]]:
+    """Return the strategies in the order in which they are tried, and notes on what is not tried."""
+    if settings.strategies is None:
+        return frontier_order(settings.model, settings.every)
+    return chosen_order(settings.strategies), []
 
 
 def chosen_order(strategies: Sequence[str]) -> list[str]:
@@ -154,6 +166,7 @@ class Search:
         self.counts = answers_per_gate(self.prompts)
         evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
         result.reference = evaluation.reference_gates
+        result.notes += too_few_prompts(result.reference)
         if compares_with_reference(
             self.prompts
         ):  # bf16's own answers are the reference: it cannot fail them
@@ -272,7 +285,7 @@ class Search:
             row.why = decision.early_reasons(row.numerics, self.counts, len(looks))
             if row.why:
                 row.outcome = f"dropped at n = {look}"
-                row.path.append(f"gates at n = {look} → dropped: {'; '.join(row.why)}")
+                row.path.append(f"gates at n = {look} → dropped: {first_reasons(row.why)}")
                 self.explain(row)
                 return
             row.path.append(f"gates at n = {look} → still open")
@@ -285,7 +298,8 @@ class Search:
             final.verdict, row.numerics, settings.required
         )
         row.passed = not row.why
-        row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
+        reasons = first_reasons(row.why) or "keeps every gate"
+        row.path.append(f"gates at n = {looks[-1]} → {reasons}")
         if row.passed or settings.every:
             try_draws(self.stages, row, self.prompts, settings.seeds)
         if row.passed:
@@ -314,7 +328,37 @@ class Search:
     def save(self) -> None:
         """Write search.json and search.md; called after every strategy."""
         write_json(self.stages.dir / "search.json", msgspec.to_builtins(self.result))
-        write_text(self.stages.dir / "search.md", texts.search_page(self.result))
+        write_text(self.stages.dir / "search.md", search_text.page(self.result))
+
+
+def first_reasons(reasons: Sequence[str]) -> str:
+    """Return the first reasons and the number of the others, which search.md lists."""
+    more = len(reasons) - MAX_REASONS
+    shown = list(reasons[:MAX_REASONS])
+    if more > 0:
+        shown.append(f"{more} more reasons")
+    return "; ".join(shown)
+
+
+def too_few_prompts(reference: documents.GateTable) -> list[str]:
+    """Return a note where even a checkpoint that changes no answer would stay undecided; [] where one can keep."""
+    counts = {
+        gate: documents.PairedGate(row.n, 0, 0)
+        for gate, row in reference.items()
+        if decides(gate) and row.n and not row.advisory
+    }
+    judged, _ = decision.judge_gates({"all": counts})
+    short = [gate for gate, row in judged["all"].items() if row.verdict == "undecided"]
+    if not short:
+        return []
+    named = ", ".join(
+        f"{wording.title(gate)} (n = {counts[gate].n})" for gate in short[:MAX_REASONS]
+    )
+    others = f" and {len(short) - MAX_REASONS} more" if len(short) > MAX_REASONS else ""
+    return [
+        f"TOO FEW PROMPTS: without one changed answer {named}{others} would stay undecided, so no strategy "
+        "can be chosen; give more logs, or init --fill"
+    ]
 
 
 def quantize_and_audit(

@@ -26,6 +26,10 @@ def test_audit_lists_every_tensor_and_every_server(checkpoints):
         if line.startswith("model.layers.1.mlp.down_proj ")
     )
     assert line.split()[1:4] == ["nvfp4", "256x512", "16"] and 0.08 < float(line.split()[-1]) < 0.11
+    errors = [float(row.split()[-1]) for row in done.stdout.splitlines() if " nvfp4 " in row]
+    (summary,) = [row for row in done.stdout.splitlines() if "error against the source" in row]
+    assert f"of {len(errors)} tensors" in summary
+    assert f"largest {max(errors):.4f} in " in summary
     for server in ("vLLM", "SGLang", "runtimes on transformers 4.57", "transformers", "llama.cpp"):
         assert any(text.startswith(f"  {server}: ") for text in done.stdout.splitlines())
     assert "sound" in done.stdout

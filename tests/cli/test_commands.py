@@ -254,3 +254,36 @@ def test_a_prompt_that_cannot_be_read_is_named_with_the_form_that_is_expected(tm
         )
         assert reason in outcome.exception.message and "Errno" not in outcome.exception.message
         assert "UTF-8" in outcome.exception.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("search --model m --calib-data c --calib-samples 0", "Must be >= 1"),
+        ("bench --backend-a x http://localhost:9 --budget-s -1", "Must be > 0"),
+        ("bench --backend-a x http://localhost:9 --runs 0", "Must be >= 1"),
+        ("bench --backend-a x http://localhost:9 --concurrency 1.5", "not a list of whole numbers"),
+        ("bench --backend-a x http://localhost:9 --rate a", "not a list of numbers"),
+        ("bench --backend-a x http://localhost:9 --concurrency ,", "an empty list"),
+        ("quantize --strategy best --model m --max-gb -1", "Must be > 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_is_read(
+    words: str, message: str, tmp_path: Path
+) -> None:
+    done = annie_quant(*words.split(), "--output", str(tmp_path / "out"))
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("serve", "stopped"), ("bench", "finished work is saved"), ("audit", "interrupted\n")],
+)
+def test_an_interrupt_says_what_is_saved(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli_package._report_interrupt(command)
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert ("saved" in printed) == (command == "bench")

@@ -12,14 +12,21 @@ from paths import ROOT, TINY_ANNIE
 
 from annie_quant import judge, quantize
 from annie_quant.checkpoint import ModelFolder, decode_speed
-from annie_quant.cli.pipeline import search
+from annie_quant.cli.pipeline import search, search_text
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.search_text import outcome as search_outcome
 from annie_quant.cli.pipeline.stages import AuditResult, Stages
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
-from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
+from annie_quant.documents import (
+    KLSummary,
+    NumericsResult,
+    PairedGate,
+    SameAnswers,
+    SearchResult,
+    StrategyRow,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.decision import rule, wording
 from annie_quant.judge.gates import GATES, LARGE_N, decide
@@ -435,3 +442,49 @@ def test_a_search_without_a_passing_strategy_reports_it(tmp_path, monkeypatch):
     result, _ = search_tables(tmp_path, monkeypatch, {"naive": {"all": both(tool_call=(10, 100))}})
     assert result.chosen is None and "None of 1 strategies" in search_outcome(result)
     assert result.strategies[0].outcome == "dropped at n = 30"
+
+
+def stored_result(reference, rows):
+    return SearchResult(
+        chosen=None,
+        stopped=None,
+        required=[],
+        command="annie-quant search",
+        where="",
+        n=100,
+        notes=[],
+        reference=reference,
+        strategies=rows,
+        seconds=1.0,
+        version="0",
+    )
+
+
+def tried(name, error=None):
+    return StrategyRow(name, False, "dropped", [], ["quantize"], {}, error=error)
+
+
+def test_the_tree_names_what_bf16_itself_misses():
+    passing = stored_result({"tool_call": gate_row("tool_call", 120, 120)}, [tried("best")])
+    missing = stored_result({"tool_call": gate_row("tool_call", 0, 120)}, [tried("best")])
+    assert search_text.tree(passing)[1].startswith("└── YES")
+    assert search_text.tree(missing)[1].startswith(
+        f"└── NO, not all: {wording.title('tool_call')} 0 of 120"
+    )
+
+
+def test_strategies_that_could_not_be_made_are_not_strategies_that_lose():
+    none_made = stored_result({}, [tried("best", "too few tokens"), tried("naive", "no file")])
+    assert search_text.outcome(none_made) == "None of 2 strategies could be made: too few tokens"
+    one_made = stored_result({}, [tried("best"), tried("naive", "no file")])
+    assert search_text.outcome(one_made) == (
+        "None of 1 checkpoints keeps every gate under every numerics that it allows; "
+        "1 more could not be made: no file"
+    )
+
+
+def test_prompts_that_no_checkpoint_can_keep_are_named_before_the_search():
+    assert search.too_few_prompts({"tool_call": gate_row("tool_call", 200, 200)}) == []
+    (note,) = search.too_few_prompts({"tool_call": gate_row("tool_call", 20, 20)})
+    name = wording.title("tool_call")
+    assert note.startswith(f"TOO FEW PROMPTS: without one changed answer {name} (n = 20)")

@@ -37,6 +37,7 @@ from annie_quant.offline.engine import (  # noqa: E402
     split_by_size,
     tokens_per_launch,
 )
+from annie_quant.offline.loading import share_equal_tensors  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, in_bfloat16  # noqa: E402
 
 END = 7
@@ -117,6 +118,32 @@ def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
     assert sum(ended) == len(requests)
     for prompt, limit, answer in zip(requests, limits, answers, strict=True):
         assert (answer.tokens, answer.finished) == plain_answer(model, prompt, limit)
+
+
+def test_batches_have_room_for_the_keys_and_values_of_all_their_tokens(model) -> None:
+    requests = prompts()
+    limits = [6] * len(requests)
+    engine = Engine(model)
+    engine.cache_columns = 3 * (max(map(len, requests)) + 6)
+    batches = list(decoding.decoded_together(engine, requests, limits))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(requests)))
+    for batch in batches:
+        assert len(batch) * max(len(requests[i]) + 6 for i in batch) <= engine.cache_columns
+    answers = generate(engine, requests, limits, [END])
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert (answer.tokens, answer.finished) == plain_answer(model, prompt, 6)
+
+
+def test_equal_parameters_are_in_memory_once(model) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+    expected = {name: p.clone() for name, p in other.named_parameters()}
+    share_equal_tensors(other, model)
+    own = dict(model.named_parameters())
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, expected[name])
+        assert (parameter.data_ptr() == own[name].data_ptr()) == (name != "model.norm.weight")
 
 
 @pytest.mark.parametrize(("rows", "recut"), [(128, 4096), (4, 4096), (128, 20), (128, 0)])

@@ -48,6 +48,9 @@ def test_the_folder_is_the_model_in_the_file(
     source, file = files[kind]
     result = loading.convert_gguf(file, tmp_path / "out")
     assert result.loss == [], "nothing was rounded"
+    (tmp_path / "new").touch()
+    modes = {f.name: f.stat().st_mode for f in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "new").stat().st_mode}, modes
     one, other = ModelFolder(source), ModelFolder(tmp_path / "out")
     assert {n: one.tensor(n).tobytes() for n in one} == {
         n: other.tensor(n).tobytes() for n in other

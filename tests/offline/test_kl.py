@@ -87,6 +87,10 @@ def test_equal_logits_have_no_divergence(logits) -> None:
     assert (fields[:, FIELDS.index("kl")] == 0).all() and (
         fields[:, FIELDS.index("same_top")] == 1
     ).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("annie_quant.offline.divergence.MAX_COMPARED_LOGITS", 3 * logits[0].shape[1])
+        in_parts = compare_logits(reference, reference.clone(), torch.from_numpy(logits[2]))
+    assert np.array_equal(in_parts, fields)
     shifted = compare_logits(reference, reference + 3, torch.from_numpy(logits[2]))
     np.testing.assert_allclose(shifted[:, FIELDS.index("kl")], 0, atol=1e-6)
     np.testing.assert_allclose(shifted[:, FIELDS.index("noise")], 0, atol=1e-6)

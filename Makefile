@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python has no venv and no headers; other builds include them.
 APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)
-APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
+APT_SAFE := clang libclang-rt-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 # In the layout of .clang-format; to format them: clang-format -i FILES.
 FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh)

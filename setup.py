@@ -216,7 +216,7 @@ if missing:
         f"annie-quant: {missing}. Or install a wheel: pip install --only-binary annie-quant annie-quant"
     )
 only = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
-nvfp4 = extension("nvfp4", ["-fopenmp"], ["-fopenmp"], libraries=["m"])
+nvfp4 = extension("nvfp4", ["-pthread"], ["-pthread"], libraries=["m"])
 modules = [e for e in (nvfp4, stream(), gemm()) if e is not None]
 setup(
     ext_modules=[e for e in modules if not only or e.name.rsplit(".", 1)[1] in only],

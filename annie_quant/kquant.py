@@ -58,7 +58,8 @@ def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.n
 
     importance  float32 [K] as in an importance matrix (mean square of each input), or None; unused for Q8_0
 
-    ValueError: K is not a multiple of the block, unknown type, NaN or inf in w.
+    ValueError: K is not a multiple of the block, unknown type, NaN or inf in w, or weights so large
+        that a block's scale is no float16, which llama.cpp does not load.
     """
     block = _block(type)
     x, kind = float_array(w, "w")
@@ -68,7 +69,7 @@ def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.n
         )
     finite_amax(x, kind)
     out = np.empty((*x.shape[:-1], x.shape[-1] // block.elements * block.size_bytes), np.uint8)
-    _nvfp4.kquantize(
+    bad_row = _nvfp4.kquantize(
         as_bytes(x),
         kind,
         type,
@@ -76,6 +77,11 @@ def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.n
         importance_weights(importance, x.shape[-1]),
         as_bytes(out),
     )
+    if bad_row is not None:
+        largest = float(np.abs(x.reshape(-1, x.shape[-1])[bad_row].astype(np.float32)).max())
+        raise ValueError(
+            f"w: row {bad_row}, whose largest magnitude is {largest:g}, has a block whose {type} scale is too large for float16"
+        )
     return out
 
 

@@ -48,12 +48,15 @@ __all__ = [
     "Scale",
     "Tensor",
     "amax",
+    "check",
     "error",
     "fake_quant",
     "from_ggml",
     "gemv",
     "global_scale",
     "gptq",
+    "invalid_scales",
+    "is_factor",
     "pack",
     "set_threads",
     "set_variant",
@@ -150,7 +153,7 @@ def pack(
     divisor       for "compressed-tensors", instead of tensor_scale
 
     ValueError: K is not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is
-        not positive and finite.
+        not positive and finite. `out` is then unchanged.
     """
     x, kind = float_array(w, "w")
     _check_choice(scale, encoding)
@@ -178,19 +181,13 @@ def pack(
             _positive(tensor_amax or factor * np.float32(E2M1_MAX * largest), "tensor_amax")
         )
     if out is None:
-        out = Tensor(
-            np.empty(shape[0], np.uint8),
-            np.empty(shape[1], E4M3),
-            multiplier,
-            x.shape,
-            group,
-            stored_divisor,
-        )
+        codes = np.empty(shape[0], np.uint8)
+        block_scale = np.empty(shape[1], E4M3)
     else:
         _check_out(out, shape, group)
-        out.tensor_scale = multiplier
-        out.divisor = stored_divisor
-        out.shape = x.shape
+        finite_amax(x, kind)  # an error after this line would leave parts of the result in `out`
+        codes = out.codes
+        block_scale = out.block_scale
     finite = _nvfp4.pack(
         as_bytes(x),
         kind,
@@ -201,11 +198,16 @@ def pack(
         largest,
         float(tensor_amax or 0),
         importance_weights(importance, x.shape[-1]),
-        as_bytes(out.codes),
-        as_bytes(out.block_scale),
+        as_bytes(codes),
+        as_bytes(block_scale),
     )
     if not finite:
         raise ValueError(nonfinite_message(x))
+    if out is None:
+        return Tensor(codes, block_scale, multiplier, x.shape, group, stored_divisor)
+    out.tensor_scale = multiplier
+    out.divisor = stored_divisor
+    out.shape = x.shape
     return out
 
 
@@ -218,9 +220,8 @@ def unpack(
     its divisor). The scales' product and the weight are float32 numbers; the weight is then rounded
     once to `dtype`.
 
-    nan  "raise": ValueError where the tensor's scale is NaN, or that names the first block whose scale is NaN (old
-         exporters wrote such blocks);
-         "keep": decode it to NaN
+    nan  "raise": ValueError unless the tensor is valid (`check`); old exporters wrote blocks whose scale is NaN
+         "keep": decode whatever the bytes are, such a block to NaN
     """
     by_name = {
         "bfloat16": BFLOAT16,
@@ -231,11 +232,11 @@ def unpack(
     if out_dtype not in FLOAT_KINDS:
         raise ValueError(f"dtype {dtype}, expected bfloat16, float16 or float32")
     codes, scales, shape = _parts(t)
+    if nan not in ("raise", "keep"):
+        raise ValueError(f"nan {nan!r}, expected raise or keep")
     out = output_array(out, shape, out_dtype)
-    factor, divides = _factor(t)
-    if nan == "raise" and np.isnan(factor):
-        raise ValueError("tensor_scale is NaN, expected a positive finite number")
-    has_nan = _nvfp4.unpack(
+    factor, divides = _factor(t) if nan == "keep" else _valid_factor(t)
+    valid = _nvfp4.unpack(
         as_bytes(codes),
         as_bytes(scales),
         FLOAT_KINDS[out_dtype],
@@ -244,9 +245,36 @@ def unpack(
         factor,
         as_bytes(out),
     )
-    if has_nan and nan == "raise":
-        raise ValueError(_nan_scales_message(scales))
+    if nan == "raise" and not valid:
+        raise ValueError(_invalid_scales_message(scales))
     return out
+
+
+def check(t: Tensor) -> None:
+    """Raise ValueError unless a tensor is valid.
+
+    Its shapes fit together, no block scale is NaN or negative, and the tensor's scale (or divisor)
+    is positive and finite. `unpack`, `gemv`, `to_ggml` and `error` take no other tensor.
+    """
+    _, scales, _ = _parts(t)
+    _valid_factor(t)
+    if any(invalid_scales(scales)):
+        raise ValueError(_invalid_scales_message(scales))
+
+
+def invalid_scales(block_scale: np.ndarray) -> tuple[int, int]:
+    """Return how many block scales are NaN, and how many are negative (-0 too). Both are 0 in a valid tensor."""
+    scales = byte_array(block_scale, "block_scale")
+    invalid = scales[scales >= E4M3_NAN]
+    nan = int(((invalid & E4M3_MAGNITUDE) == E4M3_NAN).sum())
+    return nan, invalid.size - nan
+
+
+def is_factor(value: float | np.floating) -> bool:
+    """Return whether a tensor's scale, or divisor, is valid: positive and finite in float32."""
+    with np.errstate(over="ignore"):
+        number = np.float32(value)
+    return bool(np.isfinite(number) and number > 0)
 
 
 def amax(w: object) -> np.float32:
@@ -282,7 +310,8 @@ _scale_of = tensor_scale  # for the functions that have a parameter of the same 
 def global_scale(amax: float, dtype: DTypeLike = np.float32) -> np.float32:
     """Return compressed-tensors' divisor, 2688 / amax.
 
-    The arithmetic is that of its observers, in the weight's dtype.
+    The arithmetic is that of its observers, in the weight's dtype. Where the quotient overflows
+    that dtype (float16: amax below .041), it is 1, as there.
     """
     kind = np.dtype(dtype)
     if not np.isfinite(np.float32(amax)) or amax < 0:
@@ -292,7 +321,7 @@ def global_scale(amax: float, dtype: DTypeLike = np.float32) -> np.float32:
     with np.errstate(over="ignore"):
         inverse = (np.float32(1) / np.float32(amax)).astype(kind)
         value = (inverse.astype(np.float32) * np.float32(2688)).astype(kind).astype(np.float32)
-    return np.float32(min(value, np.finfo(np.float32).max))
+    return value if np.isfinite(value) else np.float32(1)
 
 
 def fake_quant(
@@ -393,8 +422,8 @@ def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
             f"x: shape {a.shape}, expected [..., {shape[-1]}] for a weight of shape {shape}"
         )
     out = output_array(out, (*a.shape[:-1], shape[0]), a.dtype)
-    factor, divides = _factor(t)
-    _nvfp4.gemv(
+    factor, divides = _valid_factor(t)
+    valid = _nvfp4.gemv(
         as_bytes(a),
         kind,
         shape[1],
@@ -405,6 +434,8 @@ def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
         factor,
         as_bytes(out),
     )
+    if not valid:
+        raise ValueError(_invalid_scales_message(scales))
     return out
 
 
@@ -418,8 +449,10 @@ def to_ggml(t: Tensor) -> np.ndarray:
         raise ValueError(
             f"shape {shape}, group {t.group}: ggml's NVFP4 needs rows of a multiple of 64 and group 16"
         )
+    _valid_factor(t)
     out = np.empty((*shape[:-1], shape[-1] // 64 * 36), np.uint8)
-    _nvfp4.to_ggml(as_bytes(codes), as_bytes(scales), as_bytes(out))
+    if not _nvfp4.to_ggml(as_bytes(codes), as_bytes(scales), as_bytes(out)):
+        raise ValueError(_invalid_scales_message(scales))
     return out
 
 
@@ -486,8 +519,8 @@ def _block_shapes(
     shape: tuple[int, ...], group: int, name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the codes and of the block scales of an array."""
-    if group not in _GROUPS:
-        raise ValueError(f"group {group}, expected one of {', '.join(map(str, _GROUPS))}")
+    if not isinstance(group, int) or group not in _GROUPS:
+        raise ValueError(f"group {group!r}, expected one of {', '.join(map(str, _GROUPS))}")
     if not shape or shape[-1] % group:
         raise ValueError(
             f"{name}: shape {shape}, expected a last dimension that is a multiple of {group}"
@@ -513,17 +546,23 @@ def _factor(t: Tensor) -> tuple[float, bool]:
     return float(t.tensor_scale if t.divisor is None else t.divisor), t.divisor is not None
 
 
+def _valid_factor(t: Tensor) -> tuple[float, bool]:
+    """Return `_factor` of a tensor. ValueError: it is not positive and finite."""
+    factor, divides = _factor(t)
+    _positive(factor, "divisor" if divides else "tensor_scale")
+    return factor, divides
+
+
 def _positive(value: float | np.floating, name: str) -> np.float32:
-    number = np.float32(value)
-    if not np.isfinite(number) or number <= 0:
+    if not is_factor(value):
         raise ValueError(f"{name} {value}, expected a positive finite number")
-    return number
+    return np.float32(value)
 
 
-def _nan_scales_message(scales: np.ndarray) -> str:
-    bad = (scales & E4M3_MAGNITUDE) == E4M3_NAN
-    first = [int(i) for i in np.argwhere(bad)[0]]
-    return f"block_scale: {int(bad.sum())} blocks have the scale NaN (0x7F), the first at {first}; quantize again"
+def _invalid_scales_message(scales: np.ndarray) -> str:
+    nan, negative = invalid_scales(scales)
+    first = [int(i) for i in np.argwhere(scales >= E4M3_NAN)[0]]
+    return f"block_scale: {nan} scales are NaN and {negative} negative, the first at {first}; quantize again"
 
 
 def _check_choice(scale: str, encoding: str) -> None:
@@ -538,9 +577,9 @@ def _check_out(out: Tensor, shape: tuple[tuple[int, ...], tuple[int, ...]], grou
         ("codes", out.codes, shape[0]),
         ("block_scale", out.block_scale, shape[1]),
     ):
-        if array.shape != expected or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
+        if array.shape != expected or array.dtype.itemsize != 1 or not array.flags.carray:
             raise ValueError(
-                f"out.{name}: {array.dtype} {array.shape}, expected {expected}, one byte per element, contiguous"
+                f"out.{name}: {array.dtype} {array.shape}, expected {expected}, one byte per element, contiguous, writeable"
             )
     if out.group != group:
         raise ValueError(f"out.group {out.group}, expected {group}")

@@ -201,7 +201,7 @@ def compiled_wheel(
 
 
 def repaired(tools: Path, wheel: Path, machine: str, curl: Path, output: Path) -> Path:
-    """Put libcurl and libgomp into the wheel, with the tag of the oldest glibc that has its symbols; return its path."""
+    """Put libcurl into the wheel, with the tag of the oldest glibc that has its symbols; return its path."""
     libraries = [curl / "lib", Path("/usr") / cross(machine)[:-1] / "lib"]
     fixed = WORK / "fixed"
     shutil.rmtree(fixed, ignore_errors=True)

@@ -24,7 +24,6 @@ PARTS = {
         ("OpenSSL", "openssl", "Apache-2.0", "https://openssl.org"),
         ("nghttp2", "nghttp2", "MIT", "https://nghttp2.org"),
     ),
-    "libgomp": (("", "libgomp", "GPL-3.0-or-later WITH GCC-exception-3.1", "https://gcc.gnu.org"),),
 }
 
 

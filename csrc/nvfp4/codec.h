@@ -23,10 +23,6 @@ static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
 /* From here on in `above` of a 16-bit kind: the thresholds of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
 enum { ABOVE_PAIRS = 4 };
 
-/* Size of the lookup table of a scale code, for bfloat16: with |bits| clamped to low .. high, the element's code is in the upper
- * four bits of |bits| + add[|bits| / 32 % 32]. Each run of 32 patterns, a quarter of an octave, has at most one threshold. */
-enum { LOOKUP_SIZE = 32 };
-
 /* The table of a scale code for bytes: the bit patterns of bfloat16 from `bottom` on in windows of 64, of which each has at most one
  * threshold. With u = |bits| - bottom, or 0 if that is negative, and window = min(u / 64, 15), the element's code is base[window], and
  * one more if u % 64 > last_below[window]. */
@@ -52,14 +48,9 @@ struct pack_plan {
     _Alignas(32) uint32_t above[SCALE_CODES][8];
     bool has_windows; /* windows is valid: bfloat16, the thresholds of all scale codes fit, and all but zeros have their sign stored */
     struct code_windows windows[SCALE_CODES];
-    bool has_lookup; /* lookup is valid: bfloat16, and no scale code has thresholds that are too close or too high for it */
-    struct code_lookup {
-        _Alignas(32) uint16_t add[LOOKUP_SIZE];
-        uint32_t low, high, sign; /* each one twice, as 16 bits */
-    } lookup[SCALE_CODES];
 };
 
-/* Compute step, above, windows and lookup from the other fields. */
+/* Compute step, above and windows from the other fields. */
 void plan_prepare(struct pack_plan *plan);
 
 /* Return the E4M3 code of a block whose largest magnitude is `amax`. */
@@ -68,11 +59,13 @@ uint8_t block_code(const struct pack_plan *plan, float amax);
 /* Return the code of a block with the least squared error. x: plan->group floats; weight: the same number, or NULL. */
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight);
 
-/* Comparison of candidate codes, added in any order. The code with the least exact error wins, the lower code if two are equal. */
+/* Comparison of candidate codes, added in any order. The code with the least exact error wins; of equal ones
+ * that with the least error without weights, then the lower code. */
 struct best_search {
     const struct pack_plan *plan;
     const float *x, *weight;
-    double least; /* negative before the first code */
+    double least;       /* negative before the first code */
+    double least_plain; /* without weights */
     int code;
 };
 void best_search_try(struct best_search *search, int code);

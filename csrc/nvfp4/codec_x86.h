@@ -1,10 +1,10 @@
 /* The NVFP4 kernels for x86-64 with AVX2 and F16C. One source, compiled by variant_avx2.c and variant_avx512.c with their own flags:
- * AVX-512's look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The
- * bytes equal those of the serial reference.
+ * AVX-512's 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The bytes equal those of the
+ * serial reference.
  *
  * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a binary search with four signed comparisons
- * of bit patterns with the thresholds of the block's scale code; for bfloat16 one look-up instead, in AVX-512 in a table of 32 words, in
- * AVX2 in two of 16 bytes. No division (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing
+ * of bit patterns with the thresholds of the block's scale code; for bfloat16 a look-up in two tables of 16 bytes instead. No division
+ * (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing
  * reads the output soon, and reading the lines first would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
@@ -77,11 +77,6 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
  * and the processor reorders only a few hundred instructions. */
 enum { AT_ONCE = 128 };
 enum { GROUPS = 4 }; /* of eight blocks in one search */
-#ifdef __AVX512BW__
-enum { USES_LOOKUP = 1 }; /* use the lookup table if the plan has one */
-#else
-enum { USES_LOOKUP = 0 };
-#endif
 
 /* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the order of the blocks. */
 ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
@@ -319,29 +314,6 @@ ALWAYS_INLINE v256 sixteen_codes(const char *x, int kind, const uint32_t *above)
     return _mm256_permute4x64_epi64(codes, 0xd8);
 }
 
-/* For finite bfloat16 in AVX-512, by the lookup table: one look-up in 32 words instead of three comparisons. */
-ALWAYS_INLINE v256 sixteen_codes_lookup(v256 v, const struct code_lookup *s)
-{
-#ifdef __AVX512BW__
-    v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
-    a = _mm256_min_epi16(_mm256_max_epi16(a, broadcast(s->low)), broadcast(s->high));
-    v256 add = _mm256_permutex2var_epi16(load(s->add), _mm256_srli_epi16(a, 5), load(s->add + 16));
-    v256 code = _mm256_srli_epi16(_mm256_add_epi16(a, add), 12);
-    v256 sign = _mm256_cmpgt_epi16(_mm256_xor_si256(v, _mm256_set1_epi16((short)0x8000)), broadcast(s->sign));
-    return with_bits(code, sign, _mm256_set1_epi16(8));
-#else
-    (void)s;
-    return v;
-#endif
-}
-
-ALWAYS_INLINE v256 codes_of(const char *x, int kind, const struct pack_plan *plan, uint8_t scale, bool has_lookup)
-{
-    if (has_lookup)
-        return sixteen_codes_lookup(load(x), plan->lookup + scale);
-    return sixteen_codes(x, kind, plan->above[scale]);
-}
-
 ALWAYS_INLINE v256 two_halves(const void *low, const void *high)
 {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
@@ -373,12 +345,12 @@ ALWAYS_INLINE v256 four_blocks_windows(const char *x, const struct pack_plan *pl
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_maddubs_epi16(a, shift_odd), _mm256_maddubs_epi16(b, shift_odd)), 0xd8);
 }
 
-ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales, bool has_lookup)
+ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales)
 {
     const size_t bytes = 16 * kind_size(kind);
     v256 two[2];
     for (size_t i = 0; i < 2; i++, x += 2 * bytes, scales += 2) {
-        v256 a = codes_of(x, kind, plan, scales[0], has_lookup), b = codes_of(x + bytes, kind, plan, scales[1], has_lookup);
+        const v256 a = sixteen_codes(x, kind, plan->above[scales[0]]), b = sixteen_codes(x + bytes, kind, plan->above[scales[1]]);
         two[i] = _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), _mm256_set1_epi16(0x1001)); /* even + 16 * odd */
     }
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(two[0], two[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -441,15 +413,12 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
                 top = _mm256_max_epi32(top, kind == KIND_BF16 ? _mm256_srli_epi32(floats, 16) : floats);
         }
         const bool finite = kind == KIND_BF16 && !any_lane((i32v)top >= (int)first_nonfinite(kind));
-        if (!USES_LOOKUP && finite && plan->has_windows)
+        if (finite && plan->has_windows)
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks_windows(x + b * bytes, plan, own + (b - from)), streams);
-        else if (USES_LOOKUP && finite && plan->has_lookup)
-            for (size_t b = from; b < to; b += 4)
-                store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), true), streams);
         else
             for (size_t b = from; b < to; b += 4)
-                store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), false), streams);
+                store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from)), streams);
         for (size_t b = from; in_group > 1 && b < to; b += in_group)
             scales[b / in_group] = own[b - from];
     }

@@ -6,9 +6,19 @@
 #ifndef AQ_NVFP4_FORMATS_H
 #define AQ_NVFP4_FORMATS_H
 
+#include "common/scales.h"
+
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+/* Sums in another order, and tests for NaN that are left out, would change bytes. GCC and clang define these for -ffast-math and its parts.
+ */
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || defined(__ASSOCIATIVE_MATH__) ||                  \
+    defined(__RECIPROCAL_MATH__)
+#error "annie_quant's codec is exact to the bit: compile it without -ffast-math, -Ofast, -ffinite-math-only and -funsafe-math-optimizations"
+#endif
 
 enum number_kind { KIND_F32 = 0, KIND_F16 = 1, KIND_BF16 = 2 };
 
@@ -111,6 +121,15 @@ static inline uint8_t e4m3_from_clamped(float t)
     if (u < 0x3c800000u) /* under 2^-6: the addition rounds to a multiple of 2^-9 */
         return (uint8_t)(float_bits(t + 0x1p14f) - 0x46800000u);
     return (uint8_t)((u - (120u << 23) + 0x7ffffu + (u >> 20 & 1)) >> 20);
+}
+
+/* Whether no block scale is NaN or has a sign. Simple, so that the compiler vectorizes it; the scales are an eighth of the codes. */
+static inline bool scales_valid(const uint8_t *scales, size_t count)
+{
+    unsigned invalid = 0;
+    for (size_t i = 0; i < count; i++)
+        invalid |= scales[i] >= AQ_FIRST_INVALID_SCALE;
+    return !invalid;
 }
 
 static const float E2M1_VALUE[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};

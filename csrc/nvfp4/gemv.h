@@ -18,8 +18,10 @@ struct gemv_plan {
     bool divides; /* tensor_scale is a divisor, as in compressed-tensors */
 };
 
-/* Return false if memory is exhausted. codes [rows, columns / 2], scales [rows, columns / group], y [tokens, rows]. */
-bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y);
+enum gemv_result { GEMV_DONE, GEMV_NO_MEMORY, GEMV_INVALID_SCALE };
+
+/* codes [rows, columns / 2], scales [rows, columns / group], y [tokens, rows]. */
+enum gemv_result gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y);
 
 /* One row of W times up to GEMV_TOKENS rows of x. x: float32, rows `stride` apart, each 32 columns as 16 even ones and then 16
  * odd ones; step: one per 16 columns. Sums over the first `columns`, a multiple of 32, into y. */

@@ -5,10 +5,12 @@
  */
 #include "gptq.h"
 
+#include <float.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "parallel.h"
+#include "pool.h"
 #include "variant.h"
 
 #define TILE_ROWS 64
@@ -42,9 +44,8 @@ static bool round_block(const struct gptq_plan *plan, size_t start, uint8_t code
     const size_t group = (size_t)plan->codec.group;
     const float step = plan->codec.step[code];
     bool finite = true;
-    for (size_t i = 0; i < group; i++)
-        finite &= (block[i] < 0 ? -block[i] : block[i]) <= 0x1.fffffep127f;
     for (size_t i = 0; i < group; i++) {
+        finite &= (block[i] < 0 ? -block[i] : block[i]) <= FLT_MAX; /* with the corrections of the columns before it */
         const size_t at = start + i;
         const float *factor = plan->factor + at * plan->columns;
         const float ratio = block[i] / step;
@@ -105,26 +106,42 @@ static struct pack_plan *tiled_plan(const struct pack_plan *codec, size_t column
     return tiled;
 }
 
+/* One window of columns. A unit is a tile of rows. */
+struct gptq_job {
+    const struct gptq_plan *plan;
+    const struct pack_plan *tiled;
+    const struct kernels *kernels;
+    size_t first, width;
+    float *w, *errors;
+    uint8_t *codes, *scales;
+    atomic_bool bad;
+};
+
+static void round_tile(void *context, size_t tile, int worker)
+{
+    struct gptq_job *job = context;
+    (void)worker;
+    const struct gptq_plan *plan = job->plan;
+    const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
+    const size_t top = tile * TILE_ROWS, rows = plan->rows - top < TILE_ROWS ? plan->rows - top : TILE_ROWS;
+    float *errors = job->errors + top * GPTQ_WINDOW, *w = job->w + top * columns;
+    if (!round_window(plan, job->tiled, job->kernels, job->first, job->width, rows, w, errors, job->codes + top * (columns / 2),
+                      job->scales + top * blocks))
+        atomic_store(&job->bad, true);
+    update_right(plan, &job->kernels->gptq, job->first, job->width, rows, errors, w);
+}
+
 int gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales)
 {
-    const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
-    const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
-    const struct kernels *kernels = kernels_current();
+    const size_t columns = plan->columns, tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
     struct pack_plan *tiled = tiled_plan(&plan->codec, columns);
-    int bad = 0;
     if (!tiled)
         return -1;
-    for (size_t first = 0; first < columns; first += GPTQ_WINDOW) {
-        const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW;
-#pragma omp parallel for schedule(dynamic) num_threads(threads_get()) reduction(| : bad)
-        for (size_t t = 0; t < tiles; t++) {
-            const size_t top = t * TILE_ROWS, rows = plan->rows - top < TILE_ROWS ? plan->rows - top : TILE_ROWS;
-            float *own = errors + top * GPTQ_WINDOW;
-            bad |= !round_window(plan, tiled, kernels, first, width, rows, w + top * columns, own, codes + top * (columns / 2),
-                                 scales + top * blocks);
-            update_right(plan, &kernels->gptq, first, width, rows, own, w + top * columns);
-        }
+    struct gptq_job job = {plan, tiled, kernels_current(), 0, 0, w, errors, codes, scales, false};
+    for (job.first = 0; job.first < columns; job.first += GPTQ_WINDOW) {
+        job.width = columns - job.first < GPTQ_WINDOW ? columns - job.first : GPTQ_WINDOW;
+        run_units(tiles, threads_get(), round_tile, &job);
     }
     free(tiled);
-    return !bad;
+    return !atomic_load(&job.bad);
 }

@@ -295,8 +295,23 @@ static void encode_q8_0(const struct kq_kernels *kernels, const float *x, const 
         y->qs[i] = to_int8(roundf(x[i] * inverse));
 }
 
+bool kq_scales_finite(const struct kq_type *type, const uint8_t *block)
+{
+    bool finite = true;
+    for (size_t i = 0; i < type->scales; i++) {
+        uint16_t bits;
+        memcpy(&bits, block + type->scales_at + i * sizeof bits, sizeof bits);
+        finite &= (bits & 0x7c00u) != 0x7c00u;
+    }
+    return finite;
+}
+
+#define ROW(name, block, layout, scales, encode)                                                                                           \
+    {                                                                                                                                      \
+        name, block, sizeof(struct layout), offsetof(struct layout, d), scales, encode                                                     \
+    }
 const struct kq_type KQ_TYPE[KQ_TYPES] = {
-    {"Q4_K", 256, sizeof(struct block_q4_k), encode_q4_k}, {"Q5_K", 256, sizeof(struct block_q5_k), encode_q5_k},
-    {"Q6_K", 256, sizeof(struct block_q6_k), encode_q6_k}, {"Q5_0", 32, sizeof(struct block_q5_0), encode_q5_0},
-    {"Q4_0", 32, sizeof(struct block_q4_0), encode_q4_0},  {"Q8_0", 32, sizeof(struct block_q8_0), encode_q8_0},
+    ROW("Q4_K", 256, block_q4_k, 2, encode_q4_k), ROW("Q5_K", 256, block_q5_k, 2, encode_q5_k),
+    ROW("Q6_K", 256, block_q6_k, 1, encode_q6_k), ROW("Q5_0", 32, block_q5_0, 1, encode_q5_0),
+    ROW("Q4_0", 32, block_q4_0, 1, encode_q4_0),  ROW("Q8_0", 32, block_q8_0, 1, encode_q8_0),
 };

@@ -72,11 +72,15 @@ struct kq_type {
     const char *name;
     size_t block; /* elements */
     size_t bytes;
+    size_t scales_at, scales; /* the place of the block's float16 scales, and their number */
     /* One block. weight: one per element, or NULL; row_square: mean of x^2 over the row. */
     void (*encode)(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out);
 };
 
 extern const struct kq_type KQ_TYPE[KQ_TYPES];
+
+/* Whether a block's scales are finite: llama.cpp refuses a file with others. */
+bool kq_scales_finite(const struct kq_type *type, const uint8_t *block);
 
 /* Used by all encoders. */
 int nearest_int(float f);

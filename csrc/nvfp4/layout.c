@@ -9,8 +9,8 @@ void to_ggml(const uint8_t *codes, const uint8_t *scales, size_t super_blocks, s
         for (int s = 0; s < 4; s++) {
             const uint8_t *in = codes + b * 32 + s * 8;
             uint8_t *qs = out[b].qs + s * 8;
-            out[b].d[s] = scales[b * 4 + s] & 0x7f; /* ggml's scale has no sign */
-            for (int j = 0; j < 4; j++) {           /* bytes j and j + 4 have elements 2j, 2j+1 and 2j+8, 2j+9 */
+            out[b].d[s] = scales[b * 4 + s]; /* valid scales have no sign, and ggml's has none */
+            for (int j = 0; j < 4; j++) {    /* bytes j and j + 4 have elements 2j, 2j+1 and 2j+8, 2j+9 */
                 qs[2 * j] = (uint8_t)((in[j] & 0x0f) | in[j + 4] << 4);
                 qs[2 * j + 1] = (uint8_t)(in[j] >> 4 | (in[j + 4] & 0xf0));
             }

@@ -9,6 +9,7 @@
 #include "gptq.h"
 #include "layout.h"
 #include "parallel.h"
+#include "pool.h"
 #include "variant.h"
 
 #include <float.h>
@@ -45,7 +46,7 @@ static PyObject *py_amax(PyObject *self, PyObject *args)
     SCOPED_BUFFER x = {0};
     int kind;
     size_t count;
-    if (!PyArg_ParseTuple(args, "y*i", &x, &kind))
+    if (!PyArg_ParseTuple(args, "y*i:amax", &x, &kind))
         return NULL;
     if (!kind_known(kind) || !whole_units(&x, kind_size(kind), "x", &count))
         return NULL;
@@ -55,6 +56,17 @@ static PyObject *py_amax(PyObject *self, PyObject *args)
     Py_END_ALLOW_THREADS
     uint16_t half = (uint16_t)top;
     return PyFloat_FromDouble(kind == KIND_F32 ? bits_float(top) : load_as_float(&half, kind, 0));
+}
+
+/* The factor of all block scales: a multiplier or a divisor. */
+static bool factor_valid(float factor)
+{
+    if (factor > 0 && factor <= FLT_MAX) /* false for NaN, too */
+        return true;
+    char text[32];
+    PyOS_snprintf(text, sizeof text, "%g", (double)factor);
+    PyErr_Format(PyExc_ValueError, "tensor_scale %s, expected a positive finite number", text);
+    return false;
 }
 
 static bool plan_known(const struct pack_plan *plan)
@@ -76,7 +88,7 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
     struct pack_plan plan;
     size_t blocks;
     memset(&plan, 0, sizeof plan);
-    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding, &plan.tensor_scale,
+    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*:pack", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding, &plan.tensor_scale,
                           &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
@@ -110,7 +122,7 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     SCOPED_BUFFER codes = {0}, scales = {0}, out = {0};
     struct unpack_plan plan;
     int divides;
-    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale, &out))
+    if (!PyArg_ParseTuple(args, "y*y*iipfw*:unpack", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale, &out))
         return NULL;
     plan.divides = divides != 0;
     size_t blocks = (size_t)scales.len;
@@ -124,12 +136,12 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     if (!buffer_has_size(&codes, elements / 2, "codes") || !buffer_has_size(&out, out_bytes, "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
         return NULL;
-    bool bad;
+    bool valid;
     Py_BEGIN_ALLOW_THREADS
     unpack_prepare(&plan);
-    bad = tensor_unpack(&plan, codes.buf, scales.buf, blocks, out.buf);
+    valid = tensor_unpack(&plan, codes.buf, scales.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(bad);
+    return PyBool_FromLong(valid);
 }
 
 static PyObject *py_fake_quant(PyObject *self, PyObject *args)
@@ -138,19 +150,15 @@ static PyObject *py_fake_quant(PyObject *self, PyObject *args)
     SCOPED_BUFFER x = {0}, out = {0};
     struct fake_plan plan;
     size_t blocks;
-    if (!PyArg_ParseTuple(args, "y*iifw*", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
+    if (!PyArg_ParseTuple(args, "y*iifw*:fake_quant", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&out, (size_t)x.len, "out"))
         return NULL;
     if (x.buf != out.buf && !OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"})) /* the same memory is allowed, a partial overlap is not */
         return NULL;
-    if (!(plan.tensor_scale > 0 && plan.tensor_scale <= FLT_MAX)) { /* NaN too */
-        char text[32];
-        PyOS_snprintf(text, sizeof text, "%g", (double)plan.tensor_scale);
-        PyErr_Format(PyExc_ValueError, "tensor_scale %s, expected a positive finite number", text);
+    if (!factor_valid(plan.tensor_scale))
         return NULL;
-    }
     Py_BEGIN_ALLOW_THREADS
     tensor_fake_quant(&plan, x.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
@@ -165,7 +173,8 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     Py_ssize_t columns;
     int divides;
     size_t y_size, y_bytes;
-    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &plan.tensor_scale, &y))
+    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*:gemv", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &plan.tensor_scale,
+                          &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         return NULL;
@@ -175,17 +184,19 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     }
     plan.columns = (size_t)columns;
     plan.divides = divides != 0;
+    if (!factor_valid(plan.tensor_scale))
+        return NULL;
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
         !size_product(plan.tokens, plan.rows, &y_size) || !size_product(y_size, kind_size(plan.kind), &y_bytes) ||
         !buffer_has_size(&y, y_bytes, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
         return NULL;
-    bool enough;
+    enum gemv_result result;
     Py_BEGIN_ALLOW_THREADS
-    enough = gemv(&plan, x.buf, codes.buf, scales.buf, y.buf);
+    result = gemv(&plan, x.buf, codes.buf, scales.buf, y.buf);
     Py_END_ALLOW_THREADS
-    return enough ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    return result == GEMV_NO_MEMORY ? PyErr_NoMemory() : PyBool_FromLong(result == GEMV_DONE);
 }
 
 static PyObject *py_gptq(PyObject *self, PyObject *args)
@@ -199,8 +210,8 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     float *errors;
     memset(&plan, 0, sizeof plan);
     plan.codec.kind = KIND_F32;
-    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice, &plan.codec.tensor_scale,
-                          &plan.codec.largest_code, &weights, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*:gptq", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice,
+                          &plan.codec.tensor_scale, &plan.codec.largest_code, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan.codec))
         return NULL;
@@ -239,16 +250,19 @@ static PyObject *py_to_ggml(PyObject *self, PyObject *args)
     (void)self;
     SCOPED_BUFFER codes = {0}, scales = {0}, out = {0};
     size_t blocks;
-    if (!PyArg_ParseTuple(args, "y*y*w*", &codes, &scales, &out))
+    if (!PyArg_ParseTuple(args, "y*y*w*:to_ggml", &codes, &scales, &out))
         return NULL;
     if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_has_size(&scales, blocks * 4, "block scales") ||
         !buffer_has_size(&out, blocks * sizeof(struct ggml_nvfp4), "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
         return NULL;
+    bool valid;
     Py_BEGIN_ALLOW_THREADS
-    to_ggml(codes.buf, scales.buf, blocks, out.buf);
+    valid = scales_valid(scales.buf, blocks * 4);
+    if (valid)
+        to_ggml(codes.buf, scales.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyBool_FromLong(valid);
 }
 
 static PyObject *py_from_ggml(PyObject *self, PyObject *args)
@@ -256,7 +270,7 @@ static PyObject *py_from_ggml(PyObject *self, PyObject *args)
     (void)self;
     SCOPED_BUFFER in = {0}, codes = {0}, scales = {0};
     size_t blocks;
-    if (!PyArg_ParseTuple(args, "y*w*w*", &in, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "y*w*w*:from_ggml", &in, &codes, &scales))
         return NULL;
     if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_has_size(&codes, blocks * 32, "codes") ||
         !buffer_has_size(&scales, blocks * 4, "block scales") ||
@@ -274,7 +288,7 @@ static PyObject *move_scales(PyObject *args, bool to_tiles)
     SCOPED_BUFFER in = {0}, out = {0};
     Py_ssize_t rows, columns;
     size_t plain;
-    if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
+    if (!PyArg_ParseTuple(args, "y*nnw*:swizzle", &in, &rows, &columns, &out))
         return NULL;
     if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) || plain > (size_t)PY_SSIZE_T_MAX / 1024) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales, expected numbers >= 0 whose product a tensor can have", rows, columns);
@@ -323,7 +337,7 @@ static PyObject *py_kquantize(PyObject *self, PyObject *args)
     int kind;
     Py_ssize_t columns;
     size_t rows;
-    if (!PyArg_ParseTuple(args, "y*isnOw*", &x, &kind, &name, &columns, &weights, &out))
+    if (!PyArg_ParseTuple(args, "y*isnOw*:kquantize", &x, &kind, &name, &columns, &weights, &out))
         return NULL;
     const struct kq_type *type = kq_find(name);
     if (!type || !kind_known(kind))
@@ -340,10 +354,11 @@ static PyObject *py_kquantize(PyObject *self, PyObject *args)
         return NULL;
     if (!OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"}, {&weight, "importance"}))
         return NULL;
+    size_t bad_row;
     Py_BEGIN_ALLOW_THREADS
-    tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
+    bad_row = tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return bad_row == rows ? Py_NewRef(Py_None) : PyLong_FromSize_t(bad_row);
 }
 
 static PyObject *py_kdequantize(PyObject *self, PyObject *args)
@@ -352,7 +367,7 @@ static PyObject *py_kdequantize(PyObject *self, PyObject *args)
     SCOPED_BUFFER raw = {0}, out = {0};
     const char *name;
     size_t blocks;
-    if (!PyArg_ParseTuple(args, "y*sw*", &raw, &name, &out))
+    if (!PyArg_ParseTuple(args, "y*sw*:kdequantize", &raw, &name, &out))
         return NULL;
     const struct kq_type *type = kq_find(name);
     if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) || !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") ||
@@ -391,6 +406,8 @@ static PyObject *py_variant(PyObject *self, PyObject *unused)
 static PyObject *py_set_variant(PyObject *self, PyObject *name)
 {
     (void)self;
+    if (!PyUnicode_Check(name))
+        return PyErr_Format(PyExc_TypeError, "variant is a %s, expected a string", Py_TYPE(name)->tp_name);
     const char *text = PyUnicode_AsUTF8(name);
     if (!text)
         return NULL;
@@ -408,11 +425,12 @@ static PyObject *py_threads(PyObject *self, PyObject *unused)
 static PyObject *py_set_threads(PyObject *self, PyObject *count)
 {
     (void)self;
-    long n = PyLong_AsLong(count);
-    if (n == -1 && PyErr_Occurred())
-        return NULL;
-    if (n < 0 || n > 1024)
-        return PyErr_Format(PyExc_ValueError, "%ld threads, expected 0 (all) to 1024", n);
+    if (!PyLong_Check(count))
+        return PyErr_Format(PyExc_TypeError, "threads is a %s, expected a whole number", Py_TYPE(count)->tp_name);
+    int overflow;
+    const long n = PyLong_AsLongAndOverflow(count, &overflow);
+    if (overflow || n < 0 || n > MAX_THREADS)
+        return PyErr_Format(PyExc_ValueError, "%S threads, expected 0 (all) to %d", count, MAX_THREADS);
     threads_set((int)n);
     Py_RETURN_NONE;
 }
@@ -422,16 +440,18 @@ static PyMethodDef methods[] = {
     {"pack", py_pack, METH_VARARGS,
      "pack(x, kind, group, choice, encoding, tensor_scale, largest_code, tensor_amax, importance, codes, scales) -> all "
      "finite?"},
-    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, kind, group, divides, tensor_scale, out)"},
+    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, kind, group, divides, tensor_scale, out) -> all scales valid?"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, kind, group, tensor_scale, out)"},
-    {"gemv", py_gemv, METH_VARARGS, "gemv(x, kind, columns, codes, scales, group, divides, tensor_scale, y): y = x W^T"},
+    {"gemv", py_gemv, METH_VARARGS,
+     "gemv(x, kind, columns, codes, scales, group, divides, tensor_scale, y) -> all scales valid?  y = x W^T"},
     {"gptq", py_gptq, METH_VARARGS,
      "gptq(w, columns, factor, group, choice, tensor_scale, largest_code, importance, codes, scales) -> all finite?"},
-    {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out)"},
+    {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out) -> all scales valid? If not, out is not changed."},
     {"from_ggml", py_from_ggml, METH_VARARGS, "from_ggml(blocks, codes, scales)"},
     {"swizzle", py_swizzle, METH_VARARGS, "swizzle(scales, rows, columns, out)"},
     {"unswizzle", py_unswizzle, METH_VARARGS, "unswizzle(tiles, rows, columns, out)"},
-    {"kquantize", py_kquantize, METH_VARARGS, "kquantize(x, kind, type, columns, importance, out)"},
+    {"kquantize", py_kquantize, METH_VARARGS,
+     "kquantize(x, kind, type, columns, importance, out) -> None, or the first row with a scale that has no float16"},
     {"kdequantize", py_kdequantize, METH_VARARGS, "kdequantize(raw, type, out)"},
     {"variants", py_variants, METH_NOARGS, "variants() -> names this processor runs, slowest first"},
     {"variant", py_variant, METH_NOARGS, "variant() -> the name in use"},

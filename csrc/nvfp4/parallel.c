@@ -1,41 +1,12 @@
-/* Threads. Runs are distributed dynamically, because other work may use one of the processors. */
-#define _GNU_SOURCE
+/* Whole tensors in units of RUN elements: one function per operation computes a unit. */
 #include "parallel.h"
 
+#include "pool.h"
 #include "variant.h"
 
-#include <omp.h>
-#include <pthread.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 
 enum { RUN = 1 << 16 /* elements per unit of work: 128 KB of bfloat16, well inside a second-level cache */ };
-
-static atomic_int threads, forked;
-
-/* A forked child has none of its parent's worker threads, and the OpenMP runtime would wait for them forever. */
-static void after_fork(void)
-{
-    atomic_store(&forked, 1);
-}
-
-__attribute__((constructor)) static void watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, after_fork);
-}
-
-void threads_set(int count)
-{
-    atomic_store(&threads, count);
-}
-
-int threads_get(void)
-{
-    if (atomic_load(&forked))
-        return 1;
-    int n = atomic_load(&threads);
-    return n > 0 ? n : omp_get_max_threads();
-}
 
 static int team(size_t elements)
 {
@@ -53,107 +24,193 @@ static size_t run_length(size_t blocks, size_t per_run, size_t run)
     return blocks - first < per_run ? blocks - first : per_run;
 }
 
+static void raise_to(atomic_uint *top, uint32_t value)
+{
+    unsigned before = atomic_load(top);
+    while (before < value && !atomic_compare_exchange_weak(top, &before, value))
+        continue;
+}
+
+struct amax_job {
+    const struct codec_kernels *kernels;
+    const char *x;
+    int kind;
+    size_t count;
+    atomic_uint top;
+};
+
+static void amax_unit(void *context, size_t unit, int worker)
+{
+    struct amax_job *job = context;
+    (void)worker;
+    const char *x = job->x + unit * RUN * kind_size(job->kind);
+    raise_to(&job->top, job->kernels->amax(x, job->kind, run_length(job->count, RUN, unit)));
+}
+
 uint32_t tensor_amax(const void *x, int kind, size_t count)
 {
-    const struct codec_kernels *k = &kernels_current()->codec;
-    const size_t runs = runs_of(count, RUN), size = kind_size(kind);
-    uint32_t top = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(team(count)) reduction(max : top)
-    for (size_t r = 0; r < runs; r++) {
-        uint32_t t = k->amax((const char *)x + r * RUN * size, kind, run_length(count, RUN, r));
-        top = t > top ? t : top;
-    }
-    return top;
+    struct amax_job job = {&kernels_current()->codec, x, kind, count, 0};
+    run_units(runs_of(count, RUN), team(count), amax_unit, &job);
+    return atomic_load(&job.top);
+}
+
+/* An operation on blocks of `group` columns. x: of the kind's size; out: the other side. */
+struct block_job {
+    const struct codec_kernels *kernels;
+    const void *plan;
+    size_t group, per_run, runs, blocks, bytes; /* bytes: of a block of x */
+    const char *x;
+    char *out;
+    const uint8_t *codes, *scales;
+    uint8_t *codes_out, *scales_out;
+    atomic_uint top; /* of pack: the largest |bits| of x; of unpack: 1 if a scale is invalid */
+};
+
+static struct block_job block_job_of(const void *plan, int kind, int group, size_t blocks)
+{
+    struct block_job job = {.kernels = &kernels_current()->codec, .plan = plan, .group = (size_t)group, .blocks = blocks};
+    job.per_run = RUN / job.group;
+    job.runs = runs_of(blocks, job.per_run);
+    job.bytes = job.group * kind_size(kind);
+    return job;
+}
+
+static void run_blocks(struct block_job *job, unit_function run)
+{
+    run_units(job->runs, team(job->blocks * job->group), run, job);
 }
 
 /* From the last run to the first: the end of what tensor_amax has read is still in the caches. */
-uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
+static void pack_unit(void *context, size_t unit, int worker)
 {
-    const struct codec_kernels *k = &kernels_current()->codec;
-    const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
-    const size_t bytes = group * kind_size(plan->kind);
-    uint32_t top = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group)) reduction(max : top)
-    for (size_t left = runs; left > 0; left--) {
-        size_t r = left - 1, b = r * per_run;
-        uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r), codes + b * group / 2, scales + b);
-        top = t > top ? t : top;
-    }
-    return top;
+    struct block_job *job = context;
+    (void)worker;
+    const size_t run = job->runs - 1 - unit, first = run * job->per_run, count = run_length(job->blocks, job->per_run, run);
+    uint8_t *codes = job->codes_out + first * job->group / 2;
+    raise_to(&job->top, job->kernels->pack(job->plan, job->x + first * job->bytes, first, count, codes, job->scales_out + first));
 }
 
-/* Simple, so that the compiler vectorizes it; the scales are an eighth of the codes. */
-static int any_nan(const uint8_t *scales, size_t blocks)
+uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
-    int bad = 0;
-    for (size_t b = 0; b < blocks; b++)
-        bad |= (scales[b] & 0x7f) == 0x7f;
-    return bad;
+    struct block_job job = block_job_of(plan, plan->kind, plan->group, blocks);
+    job.x = x;
+    job.codes_out = codes;
+    job.scales_out = scales;
+    run_blocks(&job, pack_unit);
+    return atomic_load(&job.top);
+}
+
+static void unpack_unit(void *context, size_t unit, int worker)
+{
+    struct block_job *job = context;
+    (void)worker;
+    const size_t first = unit * job->per_run, count = run_length(job->blocks, job->per_run, unit);
+    const uint8_t *codes = job->codes + first * job->group / 2, *scales = job->scales + first;
+    if (!scales_valid(scales, count))
+        raise_to(&job->top, 1);
+    job->kernels->unpack(job->plan, codes, scales, count, job->out + first * job->bytes);
 }
 
 bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = &kernels_current()->codec;
-    const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
-    const size_t bytes = group * kind_size(plan->kind);
-    int bad = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group)) reduction(| : bad)
-    for (size_t r = 0; r < runs; r++) {
-        size_t b = r * per_run;
-        size_t n = run_length(blocks, per_run, r);
-        bad |= any_nan(scales + b, n);
-        k->unpack(plan, codes + b * group / 2, scales + b, n, (char *)out + b * bytes);
-    }
-    return bad != 0;
+    struct block_job job = block_job_of(plan, plan->kind, plan->group, blocks);
+    job.codes = codes;
+    job.scales = scales;
+    job.out = out;
+    run_blocks(&job, unpack_unit);
+    return atomic_load(&job.top) == 0;
+}
+
+static void fake_quant_unit(void *context, size_t unit, int worker)
+{
+    struct block_job *job = context;
+    (void)worker;
+    const size_t at = unit * job->per_run * job->bytes;
+    job->kernels->fake_quant(job->plan, job->x + at, run_length(job->blocks, job->per_run, unit), job->out + at);
 }
 
 void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = &kernels_current()->codec;
-    const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
-    const size_t bytes = group * kind_size(plan->kind);
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group))
-    for (size_t r = 0; r < runs; r++) {
-        size_t b = r * per_run;
-        k->fake_quant(plan, (const char *)x + b * bytes, run_length(blocks, per_run, r), (char *)out + b * bytes);
-    }
+    struct block_job job = block_job_of(plan, plan->kind, plan->group, blocks);
+    job.x = x;
+    job.out = out;
+    run_blocks(&job, fake_quant_unit);
 }
+
+struct kquant_job {
+    const struct kq_kernels *kernels;
+    const struct kq_type *type;
+    const void *x;
+    int kind;
+    size_t columns, row_bytes, rows;
+    const float *weight;
+    uint8_t *out;
+    atomic_size_t bad_row; /* the first one; `rows` if there is none */
+};
 
 /* One block at a time as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
-static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type *type, const void *x, int kind, size_t start,
-                          size_t columns, const float *weight, uint8_t *out)
+static void kquantize_row(void *context, size_t row, int worker)
 {
+    struct kquant_job *job = context;
+    (void)worker;
+    const struct kq_type *type = job->type;
+    const float *weight = job->weight;
+    const size_t start = row * job->columns;
+    uint8_t *out = job->out + row * job->row_bytes;
     float v[256], row_square = 0;
     if (weight && type->block == 32) {
-        for (size_t i = 0; i < columns; i++) {
-            float f = load_as_float(x, kind, start + i);
+        for (size_t i = 0; i < job->columns; i++) {
+            float f = load_as_float(job->x, job->kind, start + i);
             row_square += f * f;
         }
-        row_square /= (float)columns;
+        row_square /= (float)job->columns;
     }
-    for (size_t at = 0; at < columns; at += type->block, out += type->bytes) {
+    bool finite = true;
+    for (size_t at = 0; at < job->columns; at += type->block, out += type->bytes) {
         for (size_t i = 0; i < type->block; i++)
-            v[i] = load_as_float(x, kind, start + at + i);
-        type->encode(kernels, v, weight ? weight + at : NULL, row_square, out);
+            v[i] = load_as_float(job->x, job->kind, start + at + i);
+        type->encode(job->kernels, v, weight ? weight + at : NULL, row_square, out);
+        finite &= kq_scales_finite(type, out);
     }
+    size_t before = atomic_load(&job->bad_row);
+    while (!finite && row < before && !atomic_compare_exchange_weak(&job->bad_row, &before, row))
+        continue;
 }
 
-void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out)
+size_t tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out)
 {
-    const struct kq_kernels *kernels = &kernels_current()->kquant;
-    const size_t row_bytes = columns / type->block * type->bytes;
-#pragma omp parallel for schedule(dynamic) num_threads(team(rows *columns))
-    for (size_t r = 0; r < rows; r++)
-        kquantize_row(kernels, type, x, kind, r * columns, columns, weight, out + r * row_bytes);
+    struct kquant_job job = {.kernels = &kernels_current()->kquant,
+                             .type = type,
+                             .x = x,
+                             .kind = kind,
+                             .columns = columns,
+                             .row_bytes = columns / type->block * type->bytes,
+                             .rows = rows,
+                             .weight = weight,
+                             .out = out,
+                             .bad_row = rows};
+    run_units(rows, team(rows * columns), kquantize_row, &job);
+    return atomic_load(&job.bad_row);
+}
+
+struct kdequant_job {
+    void (*decode)(const void *raw, size_t blocks, float *out);
+    const struct kq_type *type;
+    const uint8_t *raw;
+    size_t blocks;
+    float *out;
+};
+
+static void kdequantize_unit(void *context, size_t unit, int worker)
+{
+    const struct kdequant_job *job = context;
+    (void)worker;
+    const size_t per_run = RUN / job->type->block, first = unit * per_run;
+    job->decode(job->raw + first * job->type->bytes, run_length(job->blocks, per_run, unit), job->out + first * job->type->block);
 }
 
 void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t blocks, float *out)
 {
-    void (*decode)(const void *, size_t, float *) = kernels_current()->kquant.decode[type - KQ_TYPE];
-    const size_t per_run = RUN / type->block, runs = runs_of(blocks, per_run);
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks * type->block))
-    for (size_t r = 0; r < runs; r++) {
-        size_t b = r * per_run;
-        decode(raw + b * type->bytes, run_length(blocks, per_run, r), out + b * type->block);
-    }
+    struct kdequant_job job = {kernels_current()->kquant.decode[type - KQ_TYPE], type, raw, blocks, out};
+    run_units(runs_of(blocks, RUN / type->block), team(blocks * type->block), kdequantize_unit, &job);
 }

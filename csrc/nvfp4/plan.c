@@ -77,31 +77,6 @@ static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
             above[ABOVE_PAIRS + k] = (bits & 0xffffu) * 0x10001u;
 }
 
-typedef int16_t words __attribute__((vector_size(16)));
-
-/* threshold[i]: the smallest |bits| of index i. Returns false if a run of the lookup table would have two, or if they are too high. */
-static bool build_lookup(struct code_lookup *s, const uint32_t threshold[9])
-{
-    const uint32_t low = threshold[1] - 1, bottom = low / LOOKUP_SIZE, end = (bottom + LOOKUP_SIZE) * LOOKUP_SIZE;
-    if (threshold[1] == 0 || threshold[7] >= end || end > first_nonfinite(KIND_BF16))
-        return false;
-    bool apart = true;
-    for (int i = 1; i < 7; i++)
-        apart &= (threshold[i] - 1) / LOOKUP_SIZE != (threshold[i + 1] - 1) / LOOKUP_SIZE;
-    s->low = low * 0x10001u;
-    s->high = (end - 1) * 0x10001u;
-    /* Between two thresholds, the added number makes the upper threshold the first pattern of its code << 12. */
-    const words zero = {0}, count = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int k = 0; k < LOOKUP_SIZE; k += 8) {
-        const words run = (((count + (int16_t)(k - (int)bottom)) & (LOOKUP_SIZE - 1)) + (int16_t)bottom) * LOOKUP_SIZE;
-        words add = zero + (int16_t)(0x1000 - threshold[1]);
-        for (int i = 1; i <= 7; i++)
-            add += (run >= (int16_t)threshold[i]) & (int16_t)(0x1000 + threshold[i] - (i < 7 ? threshold[i + 1] : end));
-        memcpy(s->add + k, &add, sizeof add);
-    }
-    return apart;
-}
-
 /* In an octave of 128 patterns the thresholds of 1.25, 2.5 and 5 steps are at the same place, those of 1.75 and 3.5 between 51 and 73
  * patterns above, and .75 and .25 far below. So with boundaries 32 patterns below the threshold of 1.25 no window of 64 has two. Ten
  * windows reach from below the lowest threshold to the highest. Returns false if not: near the smallest and largest patterns of all. */
@@ -133,7 +108,7 @@ static bool build_windows(struct code_windows *w, const uint32_t threshold[9])
 
 void plan_prepare(struct pack_plan *plan)
 {
-    plan->has_lookup = plan->has_windows = plan->kind == KIND_BF16;
+    plan->has_windows = plan->kind == KIND_BF16;
     memset(plan->windows, 0, sizeof plan->windows[0]);
     memset(plan->windows + SCALE_CODES - 1, 0, sizeof plan->windows[0]);
     for (int c = 0; c < SCALE_CODES; c++) {
@@ -144,14 +119,8 @@ void plan_prepare(struct pack_plan *plan)
             threshold[i] = find_threshold(plan->kind, plan->step[c], i);
             set_above(plan->above[c], plan->kind, i, threshold[i] - 1);
         }
-        struct code_lookup *lookup = plan->lookup + c;
-        lookup->sign = (threshold[8] - 1) * 0x10001u;
-        memset(lookup->add, 0, sizeof lookup->add);
-        lookup->low = lookup->high = 0;
-        if (c > 0 && c < SCALE_CODES - 1) { /* no block has the code 0, and only one with a NaN has the NaN code */
-            plan->has_lookup = plan->has_lookup && build_lookup(lookup, threshold);
+        if (c > 0 && c < SCALE_CODES - 1) /* no block has the code 0, and only one with a NaN has the NaN code */
             plan->has_windows = plan->has_windows && build_windows(plan->windows + c, threshold);
-        }
     }
 }
 

@@ -6,7 +6,7 @@
  * Why not all 126 codes are tried: let u be the first code whose 6 * step reaches amax. For c >= u and c >= 8 the code c + 8 has twice the
  * step, and its grid up to amax is a subset of c's; each term, and so each rounded sum, is at least as large, so c + 8 never wins.
  * Therefore nothing above max(u + 7, 15) wins. Below u the largest element is clipped, and from some code downwards its term alone
- * exceeds the best error. Equal errors: the lower code wins.
+ * exceeds the best error. Equal errors: the code with the lower error without weights wins, then the lower code.
  */
 #include "codec.h"
 
@@ -27,8 +27,13 @@ static double squared_error(const float *x, const float *weight, int group, floa
 void best_search_try(struct best_search *c, int code)
 {
     const double error = squared_error(c->x, c->weight, c->plan->group, c->plan->step[code]);
-    if (c->least < 0 || error < c->least || (error == c->least && code < c->code)) {
+    if (c->least >= 0 && error > c->least)
+        return;
+    /* Columns of importance 0 decide among codes that are equal for the others. */
+    const double plain = c->weight ? squared_error(c->x, NULL, c->plan->group, c->plan->step[code]) : error;
+    if (c->least < 0 || error < c->least || plain < c->least_plain || (plain == c->least_plain && code < c->code)) {
         c->least = error;
+        c->least_plain = plain;
         c->code = code;
     }
 }
@@ -49,7 +54,7 @@ static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const f
     int last = first + 7 > 15 ? first + 7 : 15;
     if (last > 126)
         last = 126;
-    struct best_search search = {plan, x, weight, -1., 0};
+    struct best_search search = {plan, x, weight, -1., 0., 0};
     for (int c = first; c <= last; c++)
         best_search_try(&search, c);
     for (int c = first - 1; c >= 1; c--) {

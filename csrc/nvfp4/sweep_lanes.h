@@ -457,7 +457,7 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     }
     if (bound < 0 || plan->choice != CHOICE_SWEEP)
         return best_code(plan, x, weight);
-    struct best_search search = {plan, x, weight, -1., 0};
+    struct best_search search = {plan, x, weight, -1., 0., 0};
     for (int k = 0; k < e->count; k++)
         if (e->error[k][block] <= bound)
             best_search_try(&search, e->window && k < WINDOW ? e->first[block] + window_offset(k) : e->code[k][block]);

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 . tests/sanitize/file_flags.sh
 out=${TMPDIR:-/tmp}/annie_quant_codec_fuzz
 mkdir -p "$out"
-flags="-std=c11 -g -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -fopenmp -Icsrc"
+flags="-std=c11 -g -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -pthread -Icsrc"
 
 build() { # compiler, machine, folder, optimisation and sanitizers
     compiler=$1 machine=$2 folder=$out/$3 more=$4

@@ -74,7 +74,7 @@ def c_target(name: str, seconds: int) -> Row:
 
 def codec(seconds: int) -> Row:
     """Run the codec's driver, which generates its inputs; each round starts from another number."""
-    flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
+    flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread", f"-I{ROOT}/csrc",
              "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
     objects = []
     for source in [*sorted((ROOT / "csrc/nvfp4").glob("*.c")), HERE / "codec_driver.c"]:

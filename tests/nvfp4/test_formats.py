@@ -46,7 +46,7 @@ def test_every_code_under_every_scale(variant, dtype, tensor_scale):
     )  # the scale is NaN of either sign, or the step is infinite and the element zero
     np.testing.assert_array_equal(bits(got)[~number], np.broadcast_to(bits(quiet), (~number).sum()))
     with pytest.raises(
-        ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[127, 0\]"
+        ValueError, match=r"2 scales are NaN and 127 negative, the first at \[127, 0\]"
     ):
         nvfp4.unpack(t, dtype)
 

@@ -290,7 +290,10 @@ def test_a_torch_dtype_that_numpy_does_not_know_is_named():
         (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), out=np.empty((2, 16), BFLOAT16)), r"\(2, 32\)"),
         (lambda: nvfp4.fake_quant(np.ones((2, 24), np.float32)), r"x: shape \(2, 24\), expected .* multiple of 16"),
         (lambda: nvfp4.fake_quant(np.ones((2, 32), np.float32), out=np.empty((2, 16), np.float32)), r"expected float32 \(2, 32\)"),
-        (lambda: nvfp4.unpack(replace(nvfp4.pack(np.ones((2, 32), np.float32)), tensor_scale=np.nan)), "tensor_scale is NaN"),
+        (lambda: nvfp4.unpack(replace(nvfp4.pack(np.ones((2, 32), np.float32)), tensor_scale=np.nan)), "tensor_scale nan, exp"),
+        (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), nan="drop"), "nan 'drop', expected raise or keep"),
+        (lambda: nvfp4.pack(np.ones((2, 32), np.float32), group="16"), "group '16', expected one of 16"),
+        (lambda: nvfp4.pack(np.ones((2, 32), np.float32), group=16.0), "group 16.0, expected one of 16"),
         (lambda: overlapping_fake_quant(), "x and out overlap"),
         (lambda: overlapping_unpack(), "codes and out overlap"),
         (lambda: nvfp4.swizzle(np.ones(16, np.uint8)), r"shape \(16,\), expected \[rows, blocks\]"),
@@ -299,6 +302,7 @@ def test_a_torch_dtype_that_numpy_does_not_know_is_named():
         (lambda: nvfp4.tensor_scale(np.inf), "amax inf"),
         (lambda: nvfp4.set_variant("quantum"), "variant quantum"),
         (lambda: nvfp4.set_threads(-1), "-1 threads"),
+        (lambda: nvfp4.set_threads(10**30), "10{30} threads, expected 0"),
         (
             lambda: nvfp4.unpack(
                 nvfp4.Tensor(np.zeros((2, 16), np.uint8), np.zeros((2, 1), np.uint8), np.float32(1), (2, 32))
@@ -309,6 +313,19 @@ def test_a_torch_dtype_that_numpy_does_not_know_is_named():
 )  # fmt: skip
 def test_invalid_calls_report_actual_and_expected(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nvfp4.set_threads("4"), "threads is a str, expected a whole number"),
+        (lambda: nvfp4.set_threads(1.5), "threads is a float, expected a whole number"),
+        (lambda: nvfp4.set_variant(3), "variant is a int, expected a string"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
         call()
 
 

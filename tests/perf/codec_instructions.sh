@@ -15,10 +15,10 @@ build() { # compiler, machine
     for file in csrc/nvfp4/*.c tests/perf/codec_work.c; do
         case $file in */module.c) continue ;; esac # needs Python
         simd=$(file_flags "$2" "$file") || continue
-        $1 -std=c11 -O3 -ffp-contract=off -fno-math-errno -fopenmp -Icsrc $simd -c "$file" -o "$out/$2/$(basename "$file" .c).o"
+        $1 -std=c11 -O3 -ffp-contract=off -fno-math-errno -pthread -Icsrc $simd -c "$file" -o "$out/$2/$(basename "$file" .c).o"
         objects="$objects $out/$2/$(basename "$file" .c).o"
     done
-    $1 -static -fopenmp $objects -o "$out/$2/work" -lm 2>/dev/null
+    $1 -static -pthread $objects -o "$out/$2/work" -lm 2>/dev/null
 }
 
 count() { # machine, variant, operation, blocks

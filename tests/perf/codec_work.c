@@ -31,12 +31,11 @@ int main(int argc, char **argv)
     struct pack_plan plan = {.kind = KIND_BF16, .group = 16, .tensor_scale = 0.1f / 2688, .largest_code = 448.f};
     struct unpack_plan back = {.kind = KIND_BF16, .group = 16, .tensor_scale = plan.tensor_scale};
     struct fake_plan fake = {KIND_BF16, 16, plan.tensor_scale};
-    struct gemv_plan product = {.kind = KIND_BF16, .group = 16, .tokens = (size_t)(operation[4] - '0'), .columns = COLUMNS};
+    struct gemv_plan product = {.kind = KIND_BF16, .group = 16, .tokens = (size_t)(operation[4] - '0'), .columns = COLUMNS, .tensor_scale = plan.tensor_scale};
     plan.choice = strcmp(operation, "sweep") == 0 ? CHOICE_SWEEP : strcmp(operation, "four_over_six") == 0 ? CHOICE_FOUR_OVER_SIX : CHOICE_AMAX;
     plan_prepare(&plan);
     unpack_prepare(&back);
     product.rows = n / COLUMNS;
-    gemv_prepare(&product, plan.tensor_scale, false);
     memset(codes, 0x35, n / 2);
     memset(scales, 0x60, blocks);
     memset(out, 0, 2 * n);
@@ -49,7 +48,7 @@ int main(int argc, char **argv)
     else if (strcmp(operation, "fake_quant") == 0)
         tensor_fake_quant(&fake, x, blocks, out);
     else if (strncmp(operation, "gemv", 4) == 0)
-        return !gemv(&product, x, codes, scales, y);
+        return gemv(&product, x, codes, scales, y) != GEMV_DONE;
     else
         return strcmp(operation, "nothing") != 0;
     return 0;

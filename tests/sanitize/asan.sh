@@ -18,7 +18,7 @@ if [ $# = 0 ]; then
         ASAN_OPTIONS=$options:detect_leaks=1 OMP_NUM_THREADS=2 build/asan/threads/$part 3
     done
     set -- tests/nvfp4/test_formats.py tests/nvfp4/test_pack.py tests/nvfp4/test_search.py \
-        tests/nvfp4/test_variants.py tests/nvfp4/test_layout.py tests/nvfp4/test_fake_quant.py tests/nvfp4/test_gemv.py tests/nvfp4/test_kquant_bytes.py \
+        tests/nvfp4/test_variants.py tests/nvfp4/test_layout.py tests/nvfp4/test_fake_quant.py tests/nvfp4/test_gemv.py tests/nvfp4/test_valid.py tests/nvfp4/test_kquant_bytes.py \
         tests/stream/test_decode.py tests/stream/test_framing.py tests/stream/test_http1.py tests/stream/test_run.py \
         tests/stream/test_faults.py tests/stream/test_recorded.py tests/stream/test_reuse.py tests/stream/test_cancel.py tests/stream/test_request.py \
         tests/stream/test_routes.py tests/stream/test_loop.py tests/nvfp4/test_kquant_denormal.py --deselect tests/stream/test_loop.py::test_nothing_leaks

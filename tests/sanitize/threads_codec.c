@@ -1,12 +1,13 @@
-/* The codec in threads, for ThreadSanitizer: four callers at once, each with an OpenMP team, while a fifth thread changes the variant and
- * the number of threads. Every result must equal that of a single caller.
+/* The codec in threads, for ThreadSanitizer: four callers at once, of which one has the workers, while a fifth thread changes the variant
+ * and the number of threads. Every result must equal that of a single caller.
  *
- * Built and run by `make tsan`, with clang, libomp and Archer, so that TSan understands OpenMP. Argument: rounds (10).
+ * Built and run by `make tsan`. Argument: rounds (10).
  */
 #include "nvfp4/gemv.h"
 #include "nvfp4/gptq.h"
 #include "nvfp4/kquant.h"
 #include "nvfp4/parallel.h"
+#include "nvfp4/pool.h"
 #include "nvfp4/variant.h"
 
 #include <pthread.h>
@@ -26,12 +27,15 @@ struct results {
     uint32_t amax;
 };
 
-#define PART(field) {#field, offsetof(struct results, field), sizeof((struct results *)0)->field}
+#define PART(field)                                                                                                                        \
+    {                                                                                                                                      \
+#field, offsetof(struct results, field), sizeof((struct results *)0)->field                                                        \
+    }
 static const struct {
     const char *name;
     size_t at, size;
-} PARTS[] = {PART(codes),    PART(scales),  PART(unpacked), PART(faked),      PART(restored),
-             PART(rounded),  PART(kquant),  PART(gptq_codes), PART(gptq_scales), PART(amax),  PART(y)};
+} PARTS[] = {PART(codes),  PART(scales),     PART(unpacked),    PART(faked), PART(restored), PART(rounded),
+             PART(kquant), PART(gptq_codes), PART(gptq_scales), PART(amax),  PART(y)};
 
 struct caller {
     pthread_t thread;
@@ -48,10 +52,10 @@ static void work(const float *x, struct results *r)
     struct pack_plan plan = {.kind = KIND_F32, .group = GROUP, .tensor_scale = 0.01f, .largest_code = 448.f};
     struct unpack_plan back = {.kind = KIND_F32, .group = GROUP, .tensor_scale = 0.01f};
     struct fake_plan fake = {KIND_F32, GROUP, 0.01f};
-    struct gemv_plan product = {.kind = KIND_F32, .group = GROUP, .tokens = TOKENS, .rows = ROWS, .columns = COLUMNS};
+    struct gemv_plan product = {
+        .kind = KIND_F32, .group = GROUP, .tokens = TOKENS, .rows = ROWS, .columns = COLUMNS, .tensor_scale = 0.01f};
     plan_prepare(&plan);
     unpack_prepare(&back);
-    gemv_prepare(&product, 0.01f, false);
     r->amax = tensor_amax(x, KIND_F32, N);
     tensor_pack(&plan, x, N / GROUP, r->codes, r->scales);
     tensor_unpack(&back, r->codes, r->scales, N / GROUP, r->unpacked);
@@ -59,7 +63,7 @@ static void work(const float *x, struct results *r)
     const struct kq_type *type = KQ_TYPE; /* its block is 256 columns or 32: both divide COLUMNS */
     tensor_kquantize(type, x, KIND_F32, ROWS, COLUMNS, NULL, r->kquant);
     tensor_kdequantize(type, r->kquant, N / type->block, r->restored);
-    if (!gemv(&product, x, r->codes, r->scales, r->y))
+    if (gemv(&product, x, r->codes, r->scales, r->y) != GEMV_DONE)
         exit(2);
     struct gptq_plan feedback = {.codec = plan, .rows = ROWS, .columns = COLUMNS, .factor = factor};
     memcpy(r->rounded, x, sizeof r->rounded);

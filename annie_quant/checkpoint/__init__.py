@@ -11,7 +11,12 @@ linears(folder)                      its quantized linears, whatever the dialect
 from __future__ import annotations
 
 from annie_quant.checkpoint.comparison import FormComparison, compare, labels
-from annie_quant.checkpoint.conversion import Conversion, convert
+from annie_quant.checkpoint.conversion import (
+    Conversion,
+    convert,
+    left_out_files,
+    left_out_line,
+)
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit
@@ -37,6 +42,8 @@ __all__ = [
     "compare",
     "convert",
     "labels",
+    "left_out_files",
+    "left_out_line",
     "linears",
     "planned",
     "repair",

@@ -17,10 +17,11 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
+from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
@@ -28,6 +29,7 @@ from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
 UNQUANTIZED = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", UNQUANTIZED)
+MAX_NAMES = 3  # that a line lists
 FLOAT32_PIECE_BYTES = 1 << 26  # of float32 numbers that are rounded at once
 
 
@@ -38,7 +40,7 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     size_bytes, tensors: of the weights.
     loss: what the target cannot store, one sentence each; empty where the conversion is exact.
     type: of a GGUF file.
-    left_out: names of the tensors that a GGUF file leaves out.
+    left_out: names of tensors and files of the source that are not in the result.
     dequantized: names of the linears that a GGUF file stores as 16-bit numbers, or in Q8_0 instead
         of FP8.
     """
@@ -48,7 +50,7 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     tensors: int
     loss: list[str]
     type: str | None = None
-    left_out: list[str] | None = None
+    left_out: list[str] = []
     dequantized: list[str] | None = None
 
 
@@ -91,8 +93,7 @@ def convert(
         raise UsageError(f"unknown dialect {to!r}", f"choose one of: {', '.join(TARGETS)}")
     out = ConversionOutput(Path(output) if output else None, shard_bytes, progress, force)
     folder = ModelFolder(src)
-    dialects.refuse_unread(folder)
-    model = dialects.read(folder)
+    model = read_input(folder)
     if to != UNQUANTIZED:
         check_algorithm(model)
     if to == "gguf":
@@ -115,12 +116,27 @@ def stored_format(linear: Linear, folder: ModelFolder) -> Format:
     return FP8_CHANNEL if linear.per_channel(folder) else FP8
 
 
+def left_out_files(folder: ModelFolder) -> list[str]:
+    """Return the files of weights, and the tensors outside of the index, that no command reads."""
+    names = [f"{name} ({INDEX} does not list it in {file})" for name, file in folder.unlisted]
+    return names + folder.left_out_files()
+
+
+def left_out_line(left_out: list[str]) -> str:
+    """Return the line that names what a command leaves out."""
+    shown = ", ".join(left_out[:MAX_NAMES])
+    return f"Left out: {shown}" + (
+        f", and {len(left_out) - MAX_NAMES} more" if left_out[MAX_NAMES:] else ""
+    )
+
+
 def write_folder(
     folder: ModelFolder,
     plan: list[Planned],
     settings: QuantSettings | None,
     to: str,
     loss: list[str],
+    left_out: list[str],
     out: ConversionOutput,
 ) -> Conversion:
     """Write the planned tensors, the settings and the small files."""
@@ -132,7 +148,8 @@ def write_folder(
         size_bytes = sum(shard.stat().st_size for shard in shards)
         writer.copy_small_files(folder, part)
         writer.write_settings(part, folder.config, settings)
-    return Conversion(str(target), size_bytes, len(plan), loss)
+    left_out = left_out + left_out_files(folder)
+    return Conversion(str(target), size_bytes, len(plan), loss, left_out=left_out)
 
 
 def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
@@ -150,14 +167,13 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     for name, linear in model.linears.items():
         load = partial(numbers, linear)
         plan.append(Planned(f"{name}.weight", "BF16", linear.shape(folder), load))
-    for name in model.unowned:
-        if not name.endswith((*KV_ENDS, *QUANTIZER)):
-            plan.append(writer.copied(folder, name))
+    left_out = [name for name in model.unowned if name.endswith((*KV_ENDS, *QUANTIZER))]
+    plan += [writer.copied(folder, name) for name in model.unowned if name not in left_out]
     loss = [f"{len(model.linears)} quantized linears became bf16 numbers"]
-    scales = sum(name.endswith(KV_ENDS) for name in folder)
+    scales = sum(name.endswith(KV_ENDS) for name in left_out)
     if scales:
         loss.append(f"{scales} KV scales were dropped")
-    return write_folder(folder, plan, None, UNQUANTIZED, loss, out)
+    return write_folder(folder, plan, None, UNQUANTIZED, loss, left_out, out)
 
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
@@ -167,38 +183,47 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     dialect = dialects.WRITTEN[to]
     group = check_convertible(model, to)
     kv_names = scales_to_keep(folder, config)
+    per_head = [name for name in kv_names if folder.info(name).elements > 1]
+    has_divisors = to == "compressed-tensors"
+    kv_cache = config.kv_cache
+    loss = []
+    if per_head and not has_divisors:
+        kv_names = []
+        kv_cache = None
+        loss.append(
+            f"{len(per_head)} KV scales per head ({to} has one per layer): the copy names no KV cache format"
+        )
     plan = []
     formats = {}
     for name, linear in model.linears.items():
         plan += dialect.tensors(linear, folder)
         formats[name] = stored_format(linear, folder)
-    dropped = []
+    left_out = []
     excluded = set()
     for name in model.unowned:
         layer = models.layer_of(name)
         if name.endswith(KV_ENDS):
-            if layer and name in kv_names:  # one outside of layers is a finding of the audit
+            if layer and name in kv_names:
                 value = folder.tensor(name).astype(np.float32)
                 plan.append(dialect.kv_scale(layer, name.rpartition(".")[2], value))
+            else:
+                left_out.append(name)
         elif name.endswith(QUANTIZER):
-            dropped.append(name)
+            left_out.append(name)
         else:
             excluded.add(excluded_module(folder, name))
             plan.append(writer.copied(folder, name))
-    loss = []
-    has_divisors = to == "compressed-tensors"
     if any(linear.reciprocal != has_divisors for linear in model.nvfp4):
         loss.append("global scales are reciprocals: at most one unit in the last place of float32")
-    if dropped:
-        loss.append(f"{len(dropped)} quantizer tensors were dropped: {', '.join(dropped[:3])}")
-    kv_cache = config.kv_cache
     # Without scales, the scheme of compressed-tensors would promise calibrated ones.
     if kv_cache == "FP8" and has_divisors and not kv_names:
         kv_cache = None
         loss.append("the KV cache's cast to FP8 without scales: serve with --kv-cache-dtype fp8")
     modules = sorted(module for module in excluded if module)
     settings = dialect.settings(formats, modules, group, kv_cache)
-    return write_folder(folder, plan, settings, to, loss, out)
+    if per_head and has_divisors:
+        settings.quantization_config["kv_cache_scheme"] = config.raw["kv_cache_scheme"]
+    return write_folder(folder, plan, settings, to, loss, left_out, out)
 
 
 def check_convertible(model: QuantizedFolder, to: str) -> int:
@@ -257,7 +282,13 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     if plan.left_out:
         reason = "are not part of a text model's file (vision, KV scales)"
         loss.append(f"{len(plan.left_out)} tensors {reason}")
-    size_bytes = target.stat().st_size
+    left_out = plan.left_out + left_out_files(model.folder)
     return Conversion(
-        str(target), size_bytes, len(plan.entries), loss, kind, plan.left_out, plan.dequantized
+        str(target),
+        target.stat().st_size,
+        len(plan.entries),
+        loss,
+        kind,
+        left_out,
+        plan.dequantized,
     )

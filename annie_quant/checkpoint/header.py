@@ -19,6 +19,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from annie_quant.checkpoint import other_formats
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import owner
 
@@ -87,6 +88,13 @@ class TensorInfo:
     @property
     def elements(self) -> int:
         return self.size_bytes // self.numpy_dtype.itemsize
+
+
+def refuse_lfs_pointer(raw: bytes, path: Path) -> None:
+    """Raise ShardError for a git-lfs pointer. raw: the file's first bytes."""
+    if other_formats.is_lfs_pointer(raw):
+        message = f"{path.name}: a git-lfs pointer in place of the file: git lfs pull"
+        raise ShardError("lfs_pointer", message, f"git -C {path.parent} lfs pull")
 
 
 def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
@@ -240,6 +248,8 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self.size_bytes = os.fstat(file.fileno()).st_size
+                refuse_lfs_pointer(file.read(len(other_formats.LFS_PREFIX)), path)
+                file.seek(0)
                 prefix = file.read(PREFIX_BYTES + 1)
                 length = header_bytes(prefix, self.size_bytes, path.name)
                 file.seek(PREFIX_BYTES)

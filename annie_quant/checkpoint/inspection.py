@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
-from annie_quant.checkpoint.checks import completeness, finding_of, settings, tensors
+from annie_quant.checkpoint.checks import completeness, contents, finding_of, settings, tensors
 from annie_quant.checkpoint.checks.source import source_differences
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import is_linear, label_of
@@ -50,7 +50,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
     rows = [row for row, _ in inspected]
-    findings = [f for _, faults in inspected for f in faults]
+    findings = [*contents.check_contents(model), *(f for _, faults in inspected for f in faults)]
     for check in (
         tensors.check_fused,
         completeness.check_experts,

@@ -20,6 +20,7 @@ from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import salvage_value
+from annie_quant.models.formats import FP8, FP8_BLOCK, FP8_CHANNEL, NVFP4, W4A16
 
 Size = Annotated[int, Meta(ge=1)]
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -157,6 +158,10 @@ class Linear:
     def load(self, folder: ModelFolder) -> nvfp4.Tensor:
         """Return the codec's tensor of an NVFP4 linear."""
         scale = self.tensor_scale(folder)
+        dtype = folder.info(self.block_scale or "").dtype
+        if dtype != "F8_E4M3":
+            problem = f"{self.block_scale}: {dtype}, expected F8_E4M3"
+            raise ShardError("scale_dtype", problem, tensor=self.block_scale or "")
         divisor = scale.value if scale.reciprocal else None
         codes = folder.tensor(self.weight)
         block_scale = folder.tensor(self.block_scale or "")
@@ -255,11 +260,61 @@ class QuantConfig:
         return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
 
 
+class Scheme(msgspec.Struct):
+    """How the weights or the activations of a group are quantized.
+
+    block_structure: rows and columns of a block.
+    dynamic: True: scales are computed per token while serving; "local": per block.
+    """
+
+    num_bits: int | None = None
+    type: str | None = None
+    strategy: str | None = None
+    group_size: Size | None = None
+    block_structure: tuple[Size, Size] | None = None
+    dynamic: bool | str | None = None
+
+
+class ConfigGroup(msgspec.Struct):
+    """Linears that are quantized alike. input_activations: None: not quantized."""
+
+    weights: Scheme | None = None
+    input_activations: Scheme | None = None
+    targets: list[str] = []
+    format: str | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """ModelOpt's name of the group's algorithm; "" for any other format."""
+        weights = self.weights or Scheme()
+        activations = self.input_activations
+        if weights.type not in (None, "float"):
+            return ""
+        if weights.num_bits == 8 and weights.strategy == "block":
+            return FP8_BLOCK
+        if weights.num_bits == 8:
+            per_token = activations is not None and activations.dynamic is True
+            return (FP8_CHANNEL if per_token else FP8).modelopt
+        if weights.num_bits == 4 and (activations is None or activations.num_bits in (4, None)):
+            return (NVFP4 if activations else W4A16).modelopt
+        return ""
+
+
+def algorithms_of_targets(groups: Iterable[ConfigGroup]) -> dict[str, str]:
+    """Return target → algorithm; a linear belongs to the first group that names it."""
+    layers: dict[str, str] = {}
+    for group in groups:
+        for target in group.targets:
+            layers.setdefault(target, group.algorithm)
+    return layers
+
+
 class KvScheme(msgspec.Struct):
     """How the KV cache is quantized, as config.json names it."""
 
     type: str | None = None
     num_bits: int | None = None
+    strategy: str | None = None
 
 
 class KvSettings(msgspec.Struct):
@@ -275,9 +330,9 @@ def kv_format(quant: JsonObject) -> str | None:
     A name, or "FP8" for type float and 8 bits.
     """
     settings = read_struct(KvSettings, quant)
-    return (
-        "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
-    )
+    scheme = settings.kv_cache_scheme or KvScheme()
+    is_fp8 = (scheme.type, scheme.num_bits) == ("float", 8)
+    return "FP8" if is_fp8 else settings.kv_cache_quant_algo
 
 
 def names_dialect(folder: ModelFolder, name: str, ends: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from annie_quant import models
 from annie_quant.checkpoint import runtime_names
-from annie_quant.checkpoint.checks import DEADLY
+from annie_quant.checkpoint.checks import DEADLY, NOT_JUDGED
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, HEAD
@@ -41,6 +41,9 @@ def verdicts(model: QuantizedFolder, findings: Sequence[Finding]) -> list[Server
     deadly = next((f for f in findings if f.code in DEADLY), None)
     if deadly is not None:
         return [ServerSupport(name, "no", deadly.code) for name in RULES]
+    unknown = next((f for f in findings if f.code in NOT_JUDGED), None)
+    if unknown is not None:
+        return [ServerSupport(name, "unknown", unknown.code) for name in RULES]
     return [ServerSupport(name, *rule(model)) for name, rule in RULES.items()]
 
 

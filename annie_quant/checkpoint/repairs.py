@@ -21,10 +21,15 @@ import numpy as np
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.checks import folds
+from annie_quant.checkpoint.checks import CODES, folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
-from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
+from annie_quant.checkpoint.checks.settings import (
+    KV_ENDS,
+    check_algorithm,
+    scales_to_keep,
+    unread_method,
+)
 from annie_quant.checkpoint.checks.tensors import filled_blocks, scale_faults
 from annie_quant.checkpoint.dialects import (
     Dialect,
@@ -38,12 +43,13 @@ from annie_quant.checkpoint.inspection import audit as audit_folder
 from annie_quant.checkpoint.linears import (
     QUANTIZER,
     Linear,
+    TensorScale,
     covering_pattern,
     excluded_module,
     plain_linears,
 )
 from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder, without_quantization
 from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json
@@ -66,6 +72,8 @@ WITHOUT_SOURCE = (
     "names_",
     "prefix_",
 )
+# Prefixes of those that a conversion to ModelOpt's layout removes.
+SETTINGS_CODES = ("config_", "excluded", "not_excluded", "not_listed", "listed_")
 # Prefixes of all that are not about a linear's codes and scales.
 UNRELATED = (
     *WITHOUT_SOURCE,
@@ -270,7 +278,11 @@ class _RepairPlanner:
         if source is not None:
             config, actions = with_lost_settings(source, config, self.naming.multimodal)
             self.actions.extend(actions)
-        files = settings.files | self.naming.files | {"config.json": config | inline}
+        files = (
+            settings.files
+            | self.naming.files
+            | {"config.json": without_quantization(config) | inline}
+        )
         tensors = [replace(tensor, name=name_in_copy(tensor.name)) for tensor in tensors]
         return RepairPlan(tensors, files, self.actions + self.naming.actions)
 
@@ -338,7 +350,7 @@ class _RepairPlanner:
         if name not in folder or folder.info(name).elements != 1:
             return None
         scale = folder.scalar(name)
-        if any(scale_faults("input", name, float(scale))):
+        if any(scale_faults("input", name, TensorScale(scale))):
             return None
         linear = self.model.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -501,7 +513,17 @@ def with_lost_settings(
 # ---- the repaired copy
 
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
-UNREPAIRED = {"algorithm_unknown", "decoder_incomplete", "duplicate_tensor", "index_mismatch"}
+UNREPAIRED = {
+    "algorithm_unknown",
+    "decoder_incomplete",
+    "duplicate_tensor",
+    "index_mismatch",
+    "file_unread",
+    "tensor_unknown",
+    "tensor_repeated",
+    "head_ambiguous",
+    "vocab_size",
+}
 
 
 class RepairResult(msgspec.Struct):
@@ -538,10 +560,12 @@ def repair(
     UsageError where the source is needed and not given.
     """
     folder = ModelFolder(path)
-    dialects.refuse_unread(folder)
     home = folder.path.resolve()
     target = Path(output) if output else home.with_name(f"{home.name}-repaired")
     model = dialects.read(folder)
+    unread = unread_method(model)
+    if unread:
+        raise CheckpointError(f"{path}: {unread.message}", CODES[unread.code].fix)
     original = ModelFolder(source) if source else None
     is_modelopt = model.dialect is modelopt and bool(model.linears)
     lost = []
@@ -623,7 +647,15 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
         return with_source
     if not quantized or codes <= UNREPAIRED:
         return None
-    if dialect is not modelopt:
+    if dialect is fp8:
         return conversion(path, dialect)
     needs_source = not all(code.startswith(WITHOUT_SOURCE) for code in codes)
-    return with_source if needs_source or source is not None else command
+    chosen = with_source if needs_source or source is not None else command
+    if dialect is modelopt:
+        return chosen
+    # A conversion writes settings from what is on disk, and keeps faults of scales.
+    if all(code.startswith(SETTINGS_CODES) for code in codes):
+        return conversion(path, dialect)
+    output = shlex.quote(f"{audit.path.rstrip('/')}-modelopt")
+    first = f"{conversion(path, dialect)} --output {output}"
+    return f"{first} && {chosen.replace(path, output, 1)}"

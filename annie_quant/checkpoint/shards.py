@@ -13,14 +13,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint import header
+from annie_quant.checkpoint import header, other_formats
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
 from annie_quant.core.files import exists, sha256_file
 from annie_quant.core.untrusted import JsonObject
@@ -55,6 +55,7 @@ CLASS_FILES = (
     "video_preprocessor_config.json",
 )
 COMPANIONS = tuple(dict.fromkeys((*PROMPT_FILES, *CLASS_FILES, *VOCABULARY_FILES, "LICENSE")))
+QUANTIZATION_NAMES = ("quantization_config", "compression_config")  # of config.json
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -72,30 +73,64 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            kind = "a file" if self.path.exists() else "not there"
-            hint = "give a checkpoint's folder"
-            if self.path.suffix == ".gguf":
-                hint = f"convert it: annie-quant convert {self.path} --to hf"
+            kind, hint = "not there", "give a checkpoint's folder"
+            if self.path.exists():
+                kind, hint = other_formats.describe_file(self.path)
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
         # (tensor, file) where the index lists the tensor in another file, or not at all
         self.unlisted: list[tuple[str, str]] = []
+        # File of weights that is not read → the reason
+        self.unread: dict[str, str] = {}
         weight_map = self._weight_map()
         for file in sorted(set(weight_map.values())) if weight_map else self._files():
-            self.shards[file] = shard = Shard(self._checked(file))
-            for name, info in shard.tensors.items():
-                if weight_map and weight_map.get(name) != file:
-                    self.unlisted.append((name, file))
-                    continue
-                if name in self.tensors:
-                    message = f"{name}: both in {self.tensors[name].file} and in {file}"
-                    raise ShardError("duplicate_tensor", message, tensor=name)
-                self.tensors[name] = info
+            self._read(file, weight_map)
         for name, file in weight_map.items():
             if name not in self.tensors:
                 message = f"{INDEX} lists {name} in {file}, which does not have it"
                 raise ShardError("tensor_missing", message, tensor=name)
+        for file in sorted(f.name for f in self.path.glob("*.safetensors")):
+            if file not in self.shards:
+                self._read_further(file, has_index=bool(weight_map))
+
+    def _read(self, file: str, weight_map: Mapping[str, str]) -> None:
+        """Read one shard. weight_map: of the index; empty without one."""
+        self.shards[file] = shard = Shard(self._checked(file))
+        for name, info in shard.tensors.items():
+            if weight_map and weight_map.get(name) != file:
+                self.unlisted.append((name, file))
+                continue
+            if name in self.tensors:
+                message = f"{name}: both in {self.tensors[name].file} and in {file}"
+                raise ShardError("duplicate_tensor", message, tensor=name)
+            self.tensors[name] = info
+
+    def _read_further(self, file: str, has_index: bool) -> None:
+        """Read a file that neither the index nor its name makes a shard, or note why not.
+
+        Without an index vLLM and SGLang load every file, such as mtp.safetensors; with one they
+        load those that it lists (vLLM's filter_duplicate_safetensors_files).
+        """
+        separate = other_formats.separate_file(file)
+        if separate is not None:
+            self.unread[file] = separate
+            return
+        try:
+            shard = Shard(self._checked(file))
+        except ShardError as error:
+            self.unread[file] = error.message
+            return
+        count = f"{len(shard.tensors)} tensors"
+        repeated = [name for name in shard.tensors if name in self.tensors]
+        if has_index:
+            self.unread[file] = f"{count}, and {INDEX} does not list the file"
+        elif repeated:
+            where = self.tensors[repeated[0]].file
+            self.unread[file] = f"{count}, of which {where} has {len(repeated)}: {repeated[0]}"
+        else:
+            self.shards[file] = shard
+            self.tensors |= shard.tensors
 
     # ---- tensors
 
@@ -235,9 +270,18 @@ class ModelFolder:
 
     @property
     def quantization(self) -> JsonObject:
-        """quantization_config of config.json; {} where there is none."""
-        quant = self.config.get("quantization_config")
-        return quant if isinstance(quant, dict) else {}
+        """The quantization settings of config.json; {} where there are none.
+
+        They are at the top or in text_config, as vLLM reads them.
+        """
+        config = self.config
+        outer = [config.get(name) for name in QUANTIZATION_NAMES]
+        text = config.get("text_config")
+        inner = [text.get(name) for name in QUANTIZATION_NAMES] if isinstance(text, dict) else []
+        quant = next((value for value in (*outer, *inner) if isinstance(value, dict)), {})
+        # ModelOpt's older form: hf_quant_config.json's content inside config.json
+        nested = quant.get("quantization")
+        return {**quant, **nested} if isinstance(nested, dict) else quant
 
     @property
     def text_config(self) -> JsonObject:
@@ -262,15 +306,18 @@ class ModelFolder:
 
         Everything but the weights and their index.
         """
-        skipped = (".safetensors", *OTHER_FORMATS)
+        skipped = (".safetensors", ".safetensors.index.json", *OTHER_FORMATS)
         return sorted(
             inside(self.path, f)
             for f in self.path.iterdir()
-            if f.is_file()
-            and f.name != INDEX
-            and not f.name.endswith(skipped)
-            and not f.name.startswith(".")
+            if f.is_file() and not f.name.endswith(skipped) and not f.name.startswith(".")
         )
+
+    def left_out_files(self) -> list[str]:
+        """Return the files of weights that are not read, each with the reason."""
+        others = sorted(f.name for f in self.path.iterdir() if f.suffix in OTHER_FORMATS)
+        unread = [f"{file} ({reason})" for file, reason in self.unread.items()]
+        return [*unread, *(f"{file} (not safetensors)" for file in others)]
 
     # ---- the shards' names
 
@@ -294,28 +341,23 @@ class ModelFolder:
 
     def _files(self) -> list[str]:
         files = sorted(f.name for f in self.path.glob("*.safetensors"))
+        files = [file for file in files if other_formats.separate_file(file) is None]
         if SINGLE in files:
             return [SINGLE]
         if not files:
-            other = sorted(f.name for f in self.path.iterdir() if f.suffix in OTHER_FORMATS)
-            content = (
-                f"it has {other[0]}, which is not safetensors"
-                if other
-                else "it holds no .safetensors file"
-            )
-            raise ShardError(
-                "no_weights", f"{self.path}: {content}", "give a checkpoint saved as safetensors"
-            )
-        numbered = [_PART.search(f) for f in files]
-        if all(numbered):
-            total = int(numbered[0].group(2))  # type: ignore[union-attr]
-            present = {int(m.group(1)) for m in numbered if m}
-            missing = sorted(set(range(1, total + 1)) - present)
-            if missing and total < 100_000:
-                raise ShardError(
-                    "shard_missing", f"{self.path.name}: shard {missing[0]} of {total} is missing"
-                )
-        return files
+            nothing = "it holds no .safetensors file", "give a checkpoint saved as safetensors"
+            content, hint = other_formats.describe_folder(self.path) or nothing
+            raise ShardError("no_weights", f"{self.path}: {content}", hint)
+        numbered = {file: match for file in files if (match := _PART.search(file))}
+        if not numbered:
+            return files
+        total = int(next(iter(numbered.values()))[2])
+        present = {int(match[1]) for match in numbered.values()}
+        missing = sorted(set(range(1, total + 1)) - present)
+        if missing and total < 100_000:
+            message = f"{self.path.name}: shard {missing[0]} of {total} is missing"
+            raise ShardError("shard_missing", message)
+        return list(numbered)
 
     def _checked(self, file: str) -> Path:
         """Return a shard's path.
@@ -348,8 +390,9 @@ def read_object(path: Path) -> JsonObject | None:
         raise ShardError(
             "config_unreadable", f"{path.name}: {size} bytes, expected at most {MAX_JSON_BYTES}"
         )
+    raw = path.read_bytes()
+    header.refuse_lfs_pointer(raw, path)
     try:
-        raw = path.read_bytes()
         value = json.loads(raw)
         if (
             b"\\ud" in raw.lower()
@@ -361,6 +404,14 @@ def read_object(path: Path) -> JsonObject | None:
     if not isinstance(value, dict):
         raise ShardError("config_unreadable", f"{path.name}: not a JSON object", "restore the file")
     return value
+
+
+def without_quantization(config: JsonObject) -> JsonObject:
+    """Return a config.json without quantization settings, also those in text_config."""
+    plain = {k: v for k, v in config.items() if k not in QUANTIZATION_NAMES}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(plain["text_config"])
+    return plain
 
 
 def text_settings(config: JsonObject) -> JsonObject:

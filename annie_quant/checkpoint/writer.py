@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from annie_quant.checkpoint import header
-from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
+from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder, without_quantization
 from annie_quant.core.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.core.files import replacing, take_lock, write_json
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
@@ -210,16 +210,12 @@ def write_settings(target: Path, config: JsonObject, settings: QuantSettings | N
 
     None: for plain weights.
     """
-    if settings is None:
-        write_json(
-            target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"}
-        )
-        return
-    for name, value in settings.files.items():
-        write_json(target / name, value)
-    write_json(
-        target / "config.json", config | {"quantization_config": settings.quantization_config}
-    )
+    content = without_quantization(config)
+    if settings is not None:
+        for name, value in settings.files.items():
+            write_json(target / name, value)
+        content["quantization_config"] = settings.quantization_config
+    write_json(target / "config.json", content)
 
 
 # ---- the folder, which appears under its name only when it is complete

@@ -89,7 +89,16 @@ def audit(checkpoint: Path, /, *, options: AuditOptions = AuditOptions()) -> Non
         if result.findings and not repaired:
             console.line(f"what a code means: annie-quant explain {result.findings[0].code}")
             console.line(advice(result, source))
+        if result.summary.servers:
+            folder = annie_quant.checkpoint.ModelFolder(checkpoint)
+            print_left_out(annie_quant.checkpoint.left_out_files(folder))
     sys.exit(0 if result.ok else 1)
+
+
+def print_left_out(names: list[str]) -> None:
+    """Print which tensors and files a command leaves out, where it does."""
+    if names:
+        console.line(annie_quant.checkpoint.left_out_line(names))
 
 
 def print_audit(path: Path, result: Audit, tensors: bool) -> None:
@@ -204,6 +213,7 @@ def convert(checkpoint: Path, /, *, options: ConvertOptions) -> None:
     console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
     for line in result.loss:
         console.note(f"lost in conversion: {line}")
+    print_left_out(result.left_out)
 
 
 @Parameter(name="*")

@@ -289,6 +289,24 @@ class Family:
         """Return whether a tensor or module belongs to multi-token prediction or vision."""
         return self.in_vision(name) or self.in_mtp(name)
 
+    def has_tensor(self, name: str) -> bool:
+        """Return whether a model of this family has such a tensor, not quantized; True where the names are not known."""
+        if self.gguf is None or self.in_vision(name) or name.endswith(".rotary_emb.inv_freq"):
+            return True
+        short = short_name(name)
+        top = self.gguf.top
+        if short.startswith(self.mtp):
+            short = short.removeprefix(self.mtp)
+            top = self.gguf.mtp
+        if not short.startswith("layers."):
+            return short in top
+        inside = in_layer(short)
+        experts = self.experts
+        if experts and (experts.merged_part(short) or experts.split(short)):
+            number = inside.removeprefix(f"{experts.module}.").partition(".")[0]
+            return not number.isdecimal() or inside.endswith(".weight")
+        return inside in self.gguf.layer
+
     def in_decoder(self, name: str) -> bool:
         """Return whether a tensor or module is in one of the decoder's layers."""
         return bool(layer_of(name)) and not self.is_auxiliary(name)

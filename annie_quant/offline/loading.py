@@ -33,6 +33,7 @@ from transformers import (
 from annie_quant import models
 from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.checkpoint.chat_template import refusing_own_code
+from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
@@ -87,6 +88,7 @@ def load(
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a model folder: config.json is missing")
     shards = ModelFolder(folder)
+    read_input(shards)
     if "device_map" not in options and device in (None, "cpu"):
         require_memory(shards, cache, dtype)
     quant_config = shards.json("hf_quant_config.json")
@@ -104,6 +106,10 @@ def load(
         elif "quantization_config" not in shards.config and quant_config is not None:
             settings = {"quant_method": "modelopt", **quant_config["quantization"]}
             settings["ignore"] = settings.get("exclude_modules", [])
+        elif dialect and shards.config.get("quantization_config") != shards.quantization:
+            # Of another form or in another place than transformers reads.
+            settings = {"quant_method": dialect.NAME, **shards.quantization}
+            settings.setdefault("ignore", settings.get("exclude_modules", []))
         if settings is not None:
             options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             options["config"].quantization_config = settings

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.linears import (
     HEAD,
     all_linears,
@@ -68,8 +68,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     exclude: patterns of modules to leave out, in addition to those that the family leaves unquantized.
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
-    dialects.refuse_unread(folder)
-    if dialects.of(folder):
+    if read_input(folder).dialect:
         raise CheckpointError(f"{folder.path} is quantized already", UNQUANTIZED_HINT)
     modules = all_linears(folder)
     left_out = excluded(exclude, dict.fromkeys([*modules, HEAD]))  # also a head that is tied

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import msgspec
 
 from annie_quant import __version__, models, nvfp4
+from annie_quant.checkpoint.conversion import left_out_files, left_out_line
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
 from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
@@ -199,15 +200,18 @@ def _write(
 
 def _family_notes(model: Path) -> list[str]:
     """Return what to check for a model whose family is not known here: its linears are taken for those of Qwen3.5."""
-    config = ModelFolder(model).config
+    folder = ModelFolder(model)
+    left_out = left_out_files(folder)
+    notes = [left_out_line(left_out)] if left_out else []
     try:
-        models.family_of(config)
+        models.family_of(folder.config)
     except CheckpointError as error:
         return [
+            *notes,
             f"{error.message} ({error.hint}): linears and norms were taken for Qwen3.5's; compare the checkpoint with "
-            "its source before serving it: annie-quant eval"
+            "its source before serving it: annie-quant eval",
         ]
-    return []
+    return notes
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -139,4 +139,5 @@ def test_tensors_that_the_index_does_not_list(tmp_path):
     shutil.copyfile(tmp_path / "part" / "model.safetensors", twice / extra)
     index["weight_map"]["model.other.weight"] = extra
     (twice / INDEX).write_text(json.dumps(index))
-    assert findings(twice) == [("duplicate_tensor", name)]
+    unknown = ("tensor_unknown", "model.other.weight")
+    assert findings(twice) == [unknown, ("duplicate_tensor", name)]

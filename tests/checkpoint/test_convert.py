@@ -355,7 +355,7 @@ def test_nvfp4_in_gguf_dequantizes_to_the_checkpoint(checkpoints, tmp_path):
 def test_a_gguf_file_is_no_model_folder_and_a_damaged_one_is_not_compared(checkpoints, tmp_path):
     pytest.importorskip("gguf", reason="the serve extra is not installed")
     file = Path(aq.checkpoint.convert(checkpoints["bf16"], "gguf", tmp_path / "x.gguf").path)
-    with pytest.raises(CheckpointError, match="a file, expected a model folder") as refused:
+    with pytest.raises(CheckpointError, match="a GGUF file, expected a model folder") as refused:
         aq.checkpoint.convert(file, "modelopt", tmp_path / "back")
     assert f"annie-quant convert {file} --to hf" in refused.value.hint
     file.write_bytes(file.read_bytes()[:5000])
@@ -468,7 +468,7 @@ def test_an_unknown_tensor_and_tokenizer_are_refused(checkpoints, tmp_path):
     )
     with pytest.raises(
         CheckpointError,
-        match=r"model.layers.0.moe.gate.weight: no such tensor in a Qwen3.5 text model",
+        match=r"model.layers.0.moe.gate.weight: .* and Qwen3.5 has no such tensor",
     ):
         aq.checkpoint.convert(odd, "gguf", tmp_path / "x.gguf")
     with pytest.raises(CheckpointError, match="no name for"):

@@ -49,7 +49,6 @@ def sound(plain, tmp_path_factory) -> dict[str, Path]:
     (quantized / "hf_quant_config.json").unlink()
     out = {
         "nvfp4": quantized,
-        "packed": zoo.spoil(quantized, home / "packed", expert_zoo.pack_merged),
     }
     out["ct"] = Path(aq.checkpoint.convert(quantized, "compressed-tensors", home / "ct").path)
 
@@ -60,9 +59,9 @@ def sound(plain, tmp_path_factory) -> dict[str, Path]:
     return out | {"excluded": zoo.spoil(quantized, home / "excluded", excluded)}
 
 
-@pytest.mark.parametrize("kind", ["merged", "single", "nvfp4", "packed", "ct", "excluded"])
+@pytest.mark.parametrize("kind", ["merged", "single", "nvfp4", "ct", "excluded"])
 def test_sound_experts_have_no_finding(plain, sound, kind):
-    """Negative control: merged or single, plain, packed, listed as excluded, in both dialects."""
+    """Negative control: merged or single, plain, listed as excluded, in both dialects."""
     assert aq.checkpoint.audit((plain | sound)[kind]).findings == []
 
 

@@ -24,7 +24,7 @@ from annie_quant.models.formats import W4A16
 HIDDEN, WIDTH, HEADS, KV, HEAD = 256, 512, 8, 2, 32
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": HIDDEN, "intermediate_size": WIDTH,
-    "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": 64, "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": 1536, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 LAYER = "model.layers.1"
@@ -43,7 +43,7 @@ Weights = dict[str, np.ndarray]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(11)
     tensors: Weights = {
-        "model.embed_tokens.weight": rng.standard_normal((64, HIDDEN)),
+        "model.embed_tokens.weight": np.resize(rng.standard_normal((64, HIDDEN)), (1536, HIDDEN)),
         "model.norm.weight": np.ones(HIDDEN),
     }
     shapes = {

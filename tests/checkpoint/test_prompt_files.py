@@ -126,9 +126,8 @@ def changed(sound, folder, edit) -> Path:
 def test_a_fault_is_named(sound, tmp_path, name):
     edit, code, words = FAULTS[name]
     findings = audit(changed(sound, tmp_path / "x", edit), source=sound[1]).findings
-    assert {f.code for f in findings} == {code} and any(words in f.message for f in findings), (
-        findings
-    )
+    codes = {f.code for f in findings} - {"vocab_size"}  # an added token has no row
+    assert codes == {code} and any(words in f.message for f in findings), findings
     assert all(f.message.isprintable() and len(f.message) < 300 for f in findings)
 
 

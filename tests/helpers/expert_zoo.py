@@ -154,21 +154,7 @@ FAULTS = {
     ),
     "one expert in 16 bits": (plain_one, "experts_mixed", MODULE),
     "merged experts left unquantized": (plain_merged, "experts_unquantized", GATE_UP),
-    "packed experts without scales": (
-        after(pack_merged, f"{GATE_UP}_weight_scale", lambda s: None),
-        "expert_scales_missing",
-        GATE_UP,
-    ),
-    "scales of some merged experts dropped": (
-        after(pack_merged, f"{GATE_UP}_weight_scale", lambda s: s[:-1]),
-        "expert_scales_missing",
-        f"{GATE_UP}_weight_scale",
-    ),
-    "tensor scales of merged experts dropped": (
-        after(pack_merged, f"{GATE_UP}_weight_scale_2", lambda s: None),
-        "expert_scales_missing",
-        GATE_UP,
-    ),
+    "packed experts": (pack_merged, "tensor_unknown", GATE_UP),
     "an expert without block scales": (
         drop("up_proj.weight_scale"),
         "block_scale_missing",

@@ -49,10 +49,12 @@ DEADLY = {
     "prefix_disagrees",
     "expert_count",
     "experts_mixed",
-    "expert_scales_missing",
     "kv_scale_bad",
     "decoder_incomplete",
 }
+
+# Findings with which servers differ, or about a tensor of which nothing is known.
+NOT_JUDGED = {"tensor_unknown", "tensor_repeated", "head_ambiguous", "vocab_size"}
 
 
 def fault(code: str, tensor: str, problem: str) -> Finding:

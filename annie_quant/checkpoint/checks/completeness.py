@@ -361,9 +361,6 @@ def shape_of(model: QuantizedFolder, name: str) -> tuple[int, ...] | None:
 # some epsilon.
 SCALE_RANGES = {"tensor": 100.0, "input": 1000.0}
 PACKED_DTYPES = ("U8", "I8", "F8_E4M3")
-# Ends of the names of a merged tensor's codes, and of its block scales or scales per expert.
-MERGED_CODES_ENDS = ("", ".weight", "_packed", ".weight_packed", "_weight_packed")
-MERGED_SCALES_ENDS = ("_weight_scale", "_scale", ".weight_scale", "_scale_inv")
 
 
 def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
@@ -393,9 +390,8 @@ def check_experts(model: QuantizedFolder) -> Iterator[Finding]:
                 "a quantized router chooses other experts; it must stay in 16 bits",
             )
     for name in folder:
-        base = codes_base(folder, name, experts)
-        if base is not None:
-            yield from check_merged(model, name, base, expected)
+        if folder.parts_of(name):
+            yield from check_merged(model, name, expected)
 
 
 def check_expert_numbers(
@@ -484,52 +480,18 @@ def check_router(
         yield fault("expert_count", name, problem)
 
 
-def check_merged(
-    model: QuantizedFolder, name: str, base: str, expected: object
-) -> Iterator[Finding]:
-    """Check merged experts.
-
-    Their number, their scales where they are packed, and that plain ones are excluded.
-    """
+def check_merged(model: QuantizedFolder, name: str, expected: object) -> Iterator[Finding]:
+    """Check merged experts in 16 bits: their number, and that they are excluded."""
     folder = model.folder
     config = model.config
     info = folder.info(name)
     if isinstance(expected, int) and info.shape[0] != expected:
-        yield fault(
-            "expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}"
-        )
-    if info.dtype in PACKED_DTYPES:
-        scale = next((base + end for end in MERGED_SCALES_ENDS if base + end in folder), None)
-        about = name
-        problem = ""
-        if scale is None:
-            problem = f"{info.dtype} codes of all experts, and their scales are missing"
-        elif scale.endswith("_weight_scale") and info.dtype == "U8" and f"{scale}_2" not in folder:
-            problem = f"{info.dtype} codes, and {scale}_2 is missing"
-        elif folder.info(scale).shape[:1] != info.shape[:1]:
-            about = scale
-            problem = f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts"
-        if problem:
-            yield fault("expert_scales_missing", about, problem)
-        return
-    listed = config.layers or any(
-        covering_pattern(n, config.excluded) for n in (name, base, base.rpartition(".")[0])
-    )
+        problem = f"{info.shape[0]} experts, and the configuration has {expected}"
+        yield fault("expert_count", name, problem)
+    base = name.removesuffix(".weight")
+    names = (name, base, base.rpartition(".")[0])
+    listed = config.layers or any(covering_pattern(n, config.excluded) for n in names)
     if model.linears and not listed and not folder.family.is_auxiliary(name):
         reason = "ModelOpt leaves merged experts out without a message"
-        yield fault(
-            "experts_unquantized",
-            name,
-            f"experts in {info.dtype}, not listed as excluded; {reason}",
-        )
-
-
-def codes_base(folder: ModelFolder, name: str, experts: Experts) -> str | None:
-    """Return the name without its end, of a three-dimensional tensor with all experts of a layer.
-
-    None of any other.
-    """
-    if len(folder.info(name).shape) != 3:
-        return None
-    bases = (name.removesuffix(end) for end in MERGED_CODES_ENDS if name.endswith(end))
-    return next((b for b in bases if experts.merged_part(b)), None)
+        problem = f"experts in {info.dtype}, not listed as excluded; {reason}"
+        yield fault("experts_unquantized", name, problem)

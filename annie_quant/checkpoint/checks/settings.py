@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from annie_quant import models
+from annie_quant.checkpoint import other_formats
 from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
@@ -39,10 +40,18 @@ KV_ENDS = (".k_scale", ".v_scale")
 
 def unread_method(model: QuantizedFolder) -> Finding | None:
     """Return the finding about settings that name a layout which is not read here."""
-    method = model.folder.quantization.get("quant_method")
-    if not method or model.dialect is not None:
+    folder = model.folder
+    method = folder.quantization.get("quant_method")
+    if model.dialect is not None:
         return None
-    problem = f"quant_method {str(method)[:40]!r} is not read here; modelopt, compressed-tensors and fp8 in blocks are"
+    if not method:
+        dtypes = {name: info.dtype for name, info in folder.tensors.items()}
+        files = [path.name for path in folder.path.iterdir()]
+        tool = other_formats.other_tool(folder.config, files, dtypes)
+        problem = f"weights quantized by {tool}, a layout that is not read here"
+        return Finding("method_unknown", "config.json", problem) if tool else None
+    expected = "expected modelopt, compressed-tensors or fp8 in blocks"
+    problem = f"quant_method {printable(str(method), 40)!r} is not read here, {expected}"
     return Finding("method_unknown", "config.json", problem)
 
 
@@ -70,7 +79,7 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
     config = model.config
     if model.dialect is None:
         return
-    inline = isinstance(folder.config.get("quantization_config"), dict)
+    inline = bool(folder.quantization)
     if not inline:
         yield fault(
             "config_missing",
@@ -177,17 +186,31 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
     values = {}
     for name in (n for n in folder if n.endswith(KV_ENDS)):
         try:
-            values[name] = float(folder.scalar(name))
+            values[name] = kv_scale(folder, config, name)
         except ShardError as error:
             yield finding_of(error, name)
             continue
-        if not np.isfinite(values[name]) or values[name] <= 0:
-            yield fault("kv_scale_bad", name, f"{values[name]}; it multiplies every key or value")
-    if values and set(values.values()) == {1.0} and not is_cast(config):
+        bad = next((v for v in values[name] if not np.isfinite(v) or v <= 0), None)
+        if bad is not None:
+            yield fault("kv_scale_bad", name, f"{bad}; it multiplies every key or value")
+    if values and set().union(*values.values()) == {1.0} and not is_cast(config):
         reason = "as before calibration or by ModelOpt's fp8_cast; calibrate the KV cache"
         yield fault(
             "kv_scale_default", next(iter(values)), f"all {len(values)} KV scales are 1.0, {reason}"
         )
+
+
+def kv_scale(folder: ModelFolder, config: QuantConfig, name: str) -> list[float]:
+    """Return a scale of the KV cache: one number, or one per head where the scheme's strategy is attn_head.
+
+    Raises ShardError for another shape.
+    """
+    scheme = config.raw.get("kv_cache_scheme")
+    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    heads = folder.text_config.get("num_key_value_heads")
+    if per_head and folder.info(name).elements == heads:
+        return [float(value) for value in folder.tensor(name).astype(np.float32).reshape(-1)]
+    return [float(folder.scalar(name))]
 
 
 def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Finding]:
@@ -237,9 +260,9 @@ def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
 
     The copy has another producer, so scales of 1.0 in it would mean a missing calibration.
     """
-    names = [n for n in folder if n.endswith(KV_ENDS) and folder.info(n).elements == 1]
-    values = {float(folder.scalar(n)) for n in names}
-    return [] if values == {1.0} and is_cast(config) else names
+    scales = {n: kv_scale(folder, config, n) for n in folder if n.endswith(KV_ENDS)}
+    values = {value for scale in scales.values() for value in scale}
+    return [] if values == {1.0} and is_cast(config) else list(scales)
 
 
 def is_cast(config: QuantConfig) -> bool:

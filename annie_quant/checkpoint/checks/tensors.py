@@ -66,8 +66,9 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
                 row.blocks = counts.blocks
                 findings += block_faults(counts, x, scales.name, row.shape[1])
         if x.global_scale:
-            row.tensor_scale = float(x.tensor_scale(folder).multiplier)
-            findings += scale_faults("tensor", x.global_scale, row.tensor_scale)
+            tensor_scale = x.tensor_scale(folder)
+            row.tensor_scale = float(tensor_scale.multiplier)
+            findings += scale_faults("tensor", x.global_scale, tensor_scale)
     except ShardError as error:
         return row, [*findings, finding_of(error, x.name)]
     if is_nvfp4 and x.global_scale is None:
@@ -78,7 +79,7 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
         input_scale = x.input_scale(folder)
         if input_scale:
             row.input_scale = float(input_scale.multiplier)
-            findings += scale_faults("input", x.input_global or "", row.input_scale)
+            findings += scale_faults("input", x.input_global or "", input_scale)
     except ShardError as error:
         findings.append(finding_of(error, x.name))
     rounds_inputs = model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ")
@@ -92,12 +93,15 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     return row, findings
 
 
-def scale_faults(kind: str, name: str, value: float) -> Iterator[Finding]:
+def scale_faults(kind: str, name: str, scale: TensorScale) -> Iterator[Finding]:
     """Check that a multiplier is positive and finite, and not a divisor. kind: "tensor" or "input"."""
+    value = float(scale.multiplier)
+    stored = float(scale.value)
     if not np.isfinite(value) or value <= 0:
-        problem = "zero" if value == 0 else "not a positive number"
+        problem = "zero" if stored == 0 else "not a positive finite number"
+        applies = "divides" if scale.reciprocal else "multiplies"
         scaled = "activation" if kind == "input" else "weight"
-        yield fault(f"{kind}_scale_bad", name, f"{value}, {problem}; it multiplies every {scaled}")
+        yield fault(f"{kind}_scale_bad", name, f"{stored}, {problem}; it {applies} every {scaled}")
     elif value > LARGEST_SCALE[kind]:
         yield fault(
             f"{kind}_scale_inverted",
@@ -240,14 +244,8 @@ def inspect_plain(folder: ModelFolder, name: str) -> tuple[TensorRow, list[Findi
     info = folder.info(name)
     row = TensorRow(name, info.dtype, list(info.shape))
     findings: list[Finding] = []
-    if name.endswith(QUANTIZED_SUFFIXES):
-        problem = "belongs to a quantized linear, and that linear's other tensors are missing"
-        findings.append(fault("orphan_scale", name, problem))
-    elif info.dtype == "U8" and name.endswith(".weight"):
-        findings.append(
-            fault("block_scale_missing", name, "packed codes, and their weight_scale is missing")
-        )
-    if findings or not info.elements or info.dtype not in EXPONENTS:
+    is_scale = name.endswith(QUANTIZED_SUFFIXES)  # an orphan, which is a finding already
+    if is_scale or not info.elements or info.dtype not in EXPONENTS:
         return row, findings
     not_finite, nonzero = count_values(folder, info)
     if not_finite:

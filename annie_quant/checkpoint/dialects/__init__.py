@@ -16,8 +16,6 @@ from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
-from annie_quant.core.errors import CheckpointError
-from annie_quant.core.text import printable
 from annie_quant.models.formats import Format
 
 
@@ -138,17 +136,3 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 def config(folder: ModelFolder) -> QuantConfig:
     """Return the quantization settings of a folder; empty ones for plain weights."""
     return read(folder).config
-
-
-def refuse_unread(folder: ModelFolder) -> None:
-    """Raise CheckpointError where config.json names a layout that is not read here.
-
-    Its codes would be used as weights.
-    """
-    method = folder.quantization.get("quant_method")
-    if method and of(folder) is None:
-        raise CheckpointError(
-            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, "
-            "expected modelopt, compressed-tensors or fp8 in blocks",
-            "start from the 16-bit checkpoint of the same model",
-        )

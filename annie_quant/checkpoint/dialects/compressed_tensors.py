@@ -18,9 +18,10 @@ import numpy as np
 from annie_quant.checkpoint.linears import (
     HEAD,
     LINEAR_CLASS,
+    ConfigGroup,
     Linear,
     QuantConfig,
-    Size,
+    algorithms_of_targets,
     existing,
     kv_format,
     names_dialect,
@@ -31,13 +32,8 @@ from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planne
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import attention_of
 from annie_quant.models.formats import (
-    FP8,
-    FP8_BLOCK,
-    FP8_CHANNEL,
     MIXED,
-    NVFP4,
     QUANTIZED,
-    W4A16,
     Format,
 )
 
@@ -50,43 +46,6 @@ FP8_TENSOR: JsonObject = {
     "symmetric": True,
     "dynamic": False,
 }
-
-
-class Scheme(msgspec.Struct):
-    """How the weights or the activations of a group are quantized.
-
-    block_structure: rows and columns of a block.
-    dynamic: True: scales are computed per token while serving; "local": per block.
-    """
-
-    num_bits: int | None = None
-    strategy: str | None = None
-    group_size: Size | None = None
-    block_structure: tuple[Size, Size] | None = None
-    dynamic: bool | str | None = None
-
-
-class ConfigGroup(msgspec.Struct):
-    """Linears that are quantized alike. input_activations: None: not quantized."""
-
-    weights: Scheme | None = None
-    input_activations: Scheme | None = None
-    targets: list[str] = []
-    format: str | None = None
-
-    @property
-    def algorithm(self) -> str:
-        """ModelOpt's name of the group's algorithm; "" for any other format."""
-        weights = self.weights or Scheme()
-        activations = self.input_activations
-        if weights.num_bits == 8 and weights.strategy == "block":
-            return FP8_BLOCK
-        if weights.num_bits == 8:
-            per_token = activations is not None and activations.dynamic is True
-            return (FP8_CHANNEL if per_token else FP8).modelopt
-        if weights.num_bits == 4:
-            return (NVFP4 if activations else W4A16).modelopt
-        return ""
 
 
 class CompressedSettings(msgspec.Struct):
@@ -116,13 +75,14 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     for name in folder:
         module, _, suffix = name.rpartition(".")
         scale = existing(folder, f"{module}.weight_scale")
-        if suffix == "weight_packed":
+        dtype = folder.info(name).dtype
+        if suffix == "weight_packed" and dtype == "U8":
             ends = ("weight_global_scale", "input_global_scale")
             tensor_scale, input_scale = (existing(folder, f"{module}.{end}") for end in ends)
             quantized[module] = Linear(
                 module, "nvfp4", name, scale, tensor_scale, input_scale, reciprocal=True
             )
-        elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
+        elif suffix == "weight" and dtype == "F8_E4M3":
             linear = Linear(
                 module, "fp8", name, scale, None, existing(folder, f"{module}.input_scale")
             )
@@ -156,12 +116,7 @@ def read(quant: JsonObject) -> QuantConfig:
     groups = list(settings.config_groups.values())
     kinds = {g.algorithm for g in groups} - {""}
     sizes = [g.weights.group_size for g in groups if g.weights and "NVFP4" in g.algorithm]
-    layers: dict[str, str] = {}
-    for group in groups if len(kinds) > 1 else ():
-        for target in group.targets:
-            layers.setdefault(
-                target, group.algorithm
-            )  # a linear belongs to the first group that names it
+    layers = algorithms_of_targets(groups) if len(kinds) > 1 else {}
     return QuantConfig(
         method=NAME,
         algo=MIXED if len(kinds) > 1 else next(iter(kinds), ""),
@@ -206,8 +161,9 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 
 
 def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
-    """Plan a layer's scale of keys or values, float32 [1]. end: "k_scale" or "v_scale"."""
-    return planned(f"{attention_of(layer)}.{end}", value.reshape(1))
+    """Plan a layer's scale of keys or values, float32 [1] or one per head. end: "k_scale" or "v_scale"."""
+    shaped = value if value.size > 1 else value.reshape(1)
+    return planned(f"{attention_of(layer)}.{end}", shaped)
 
 
 def settings(

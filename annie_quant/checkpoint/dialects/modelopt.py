@@ -18,8 +18,10 @@ import numpy as np
 from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import (
+    ConfigGroup,
     Linear,
     QuantConfig,
+    algorithms_of_targets,
     existing,
     kv_format,
     names_dialect,
@@ -76,8 +78,8 @@ def config(folder: ModelFolder) -> QuantConfig:
     The KV cache's format is in hf_quant_config.json alone in some releases, such as
     nvidia/Qwen3.6-35B-A3B-NVFP4.
     """
-    inline = folder.config.get("quantization_config")
-    if not isinstance(inline, dict):
+    inline = folder.quantization
+    if not inline:
         return read_file(folder) or QuantConfig(NAME, "", None, [])
     settings = read(inline)
     if settings.kv_cache is None:
@@ -99,18 +101,6 @@ def read_file(folder: ModelFolder) -> QuantConfig | None:
     return read(quant)
 
 
-class Weights(msgspec.Struct):
-    """The weights of a config group."""
-
-    group_size: int | None = None
-
-
-class ModeloptGroup(msgspec.Struct):
-    """A config group, as some versions write it."""
-
-    weights: Weights = msgspec.field(default_factory=Weights)
-
-
 class LayerSettings(msgspec.Struct):
     """One module of a mixed checkpoint."""
 
@@ -122,7 +112,7 @@ class ModeloptSettings(msgspec.Struct):
 
     quant_algo: object = None
     group_size: int | None = None
-    config_groups: dict[str, ModeloptGroup] = {}
+    config_groups: dict[str, ConfigGroup] = {}
     quantized_layers: dict[str, LayerSettings] = {}
     exclude_modules: list[str] | None = None
     ignore: list[str] = []
@@ -131,16 +121,22 @@ class ModeloptSettings(msgspec.Struct):
 def read(quant: JsonObject) -> QuantConfig:
     """Read either spelling of the settings. Fields of another type than expected read as absent."""
     settings = read_struct(ModeloptSettings, quant)
-    first = next(iter(settings.config_groups.values()), ModeloptGroup())
-    group = first.weights.group_size if settings.group_size is None else settings.group_size
+    groups = settings.config_groups.values()
+    sizes = [g.weights.group_size for g in groups if g.weights and g.weights.group_size]
+    group = next(iter(sizes), None) if settings.group_size is None else settings.group_size
+    layers = {
+        name: str(layer.quant_algo or "").upper()
+        for name, layer in settings.quantized_layers.items()
+    }
+    algo = str(settings.quant_algo or "").upper()  # some exporters write it in lower case
+    if algo == MIXED and not layers:
+        layers = algorithms_of_targets(groups)
     return QuantConfig(
         method=NAME,
-        algo=str(settings.quant_algo or "").upper(),  # some exporters write it in lower case
+        algo=algo,
         group=group if group and group > 0 else None,
         excluded=settings.ignore if settings.exclude_modules is None else settings.exclude_modules,
-        layers={
-            k: str(layer.quant_algo or "").upper() for k, layer in settings.quantized_layers.items()
-        },
+        layers=layers,
         kv_cache=kv_format(quant),
         raw=quant,
     )

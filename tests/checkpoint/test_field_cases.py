@@ -20,6 +20,7 @@ from paths import ROOT
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, planned, repair_command, write
 from annie_quant.checkpoint.checks.contents import read_input
+from annie_quant.checkpoint.gguf.reader import check_served_by_llama_cpp, open_reader
 from annie_quant.checkpoint.shards import INDEX
 from annie_quant.core.errors import CheckpointError
 
@@ -590,3 +591,42 @@ def test_a_gguf_file_without_a_suffix_is_named(tmp_path):
     assert f"annie-quant convert {blob} --to hf" in caught.value.hint
     result = aq.checkpoint.compare(TINY, {"blob": blob})
     assert len(result.rows) > 50
+
+
+def split(folder: Path, parts: int) -> list[Path]:
+    """Write the files of a split model, as llama-gguf-split does: each with its number and the count."""
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    paths = []
+    for number in range(parts):
+        path = folder / f"m-{number + 1:05d}-of-{parts:05d}.gguf"
+        writer = gguf.GGUFWriter(path, "qwen35")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_tensor(f"blk.{number}.attn_norm.weight", np.ones(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        paths.append(path)
+    return paths
+
+
+def test_parts_of_a_split_gguf_file(tmp_path):
+    """llama.cpp loads a split model from its first file, and finds the others by their names."""
+    first, second, third = split(tmp_path, 3)
+    check_served_by_llama_cpp(first)
+    with pytest.raises(CheckpointError, match="part 2 of 3 of a split GGUF file") as caught:
+        check_served_by_llama_cpp(second)
+    assert str(first) in caught.value.hint
+    with pytest.raises(CheckpointError, match="part 1 of 3 of a split GGUF file") as caught:
+        open_reader(first)
+    assert f"llama-gguf-split --merge {first}" in caught.value.hint
+    third.unlink()
+    with pytest.raises(CheckpointError, match=f"{third.name} is missing"):
+        check_served_by_llama_cpp(first)
+
+
+def test_a_gguf_file_that_is_a_pointer(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(LFS)
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        open_reader(tmp_path / "x.gguf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from annie_quant import models
+from annie_quant.checkpoint import other_formats
 from annie_quant.core.errors import CheckpointError, need
 from annie_quant.core.text import printable
 from annie_quant.models.family import GGUFNames
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 # Bytes of a value, by its type: 8 bits, 16 bits, 32 bits, a bool, 64 bits.
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+UINT16 = 2
+UINT32 = 4
 STRING = 8
 ARRAY = 9
 GGML_NVFP4 = 40  # of ggml_type
@@ -37,10 +41,16 @@ MAX_NAME_BYTES = 1000  # of a key or a tensor's name that is looked at
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF header states. types: tensor name → number of its ggml_type."""
+    """What a GGUF header states.
+
+    types: tensor name → number of its ggml_type.
+    part, parts: the file's number, from 1, and the number of files of a split model.
+    """
 
     architecture: str
     types: dict[str, int]
+    part: int = 1
+    parts: int = 1
 
 
 class _Cursor:
@@ -102,17 +112,23 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _read_header(cursor: _Cursor) -> GgufHeader:
-    if bytes(cursor.raw[:4]) != b"GGUF":
+    start = bytes(cursor.raw[: len(other_formats.LFS_PREFIX)])
+    if other_formats.is_lfs_pointer(start):
+        raise ValueError("a git-lfs pointer in place of the file: git lfs pull")
+    if not start.startswith(other_formats.GGUF_MAGIC):
         raise ValueError("it does not begin with GGUF")
     cursor.skip(8)
     tensors = cursor.number("<Q")
     pairs = cursor.number("<Q")
     architecture = ""
+    split = {"split.no": 0, "split.count": 1}
     for _ in range(pairs):
         key = cursor.string()
         kind = cursor.number("<I")
         if key == "general.architecture" and kind == STRING:
             architecture = cursor.string()
+        elif key in split and kind in (UINT16, UINT32):
+            split[key] = cursor.number("<H" if kind == UINT16 else "<I")
         else:
             cursor.skip_value(kind)
     types = {}
@@ -127,12 +143,32 @@ def _read_header(cursor: _Cursor) -> GgufHeader:
         last_offset = max(last_offset, cursor.number("<Q"))
     if cursor.position + last_offset >= len(cursor.raw):
         raise ValueError(f"tensors begin after its end: it has {len(cursor.raw)} bytes")
-    return GgufHeader(architecture, types)
+    return GgufHeader(architecture, types, split["split.no"] + 1, max(1, split["split.count"]))
+
+
+def part_path(path: Path, part: int, parts: int) -> Path:
+    """Return the path of another file of a split model, by llama.cpp's names."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    return path.with_name(f"{stem}-{part:05d}-of-{parts:05d}{path.suffix}")
+
+
+def check_parts(path: Path, header: GgufHeader) -> None:
+    """Raise CheckpointError for a file of a split model that llama.cpp does not load it from."""
+    parts = header.parts
+    named = f"{path}: part {header.part} of {parts} of a split GGUF file"
+    if header.part != 1:
+        raise CheckpointError(named, f"give the first part: {part_path(path, 1, parts)}")
+    for part in range(2, parts + 1):
+        other = part_path(path, part, parts)
+        if not other.is_file():
+            raise CheckpointError(f"{named}, and {other.name} is missing", "download it, too")
 
 
 def check_served_by_llama_cpp(path: Path) -> None:
     """Raise CheckpointError for a file that is damaged, or that llama.cpp computes wrongly."""
     header = read_header(path)
+    if header.parts > 1:
+        check_parts(path, header)
     if GGML_NVFP4 not in header.types.values():
         return
     for family in models.families():
@@ -154,7 +190,11 @@ def refuse_wrong_nvfp4(names: GGUFNames, tensors: Iterable[str], where: Path) ->
 def open_reader(path: Path) -> GGUFReader:
     """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
     gguf = need("gguf", "serve")
-    read_header(path)
+    header = read_header(path)
+    if header.parts > 1:
+        first = part_path(path, 1, header.parts)
+        message = f"{path}: part {header.part} of {header.parts} of a split GGUF file"
+        raise CheckpointError(message, f"join them: llama-gguf-split --merge {first} JOINED.gguf")
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # it raises errors of many types

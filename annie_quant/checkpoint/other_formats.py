@@ -81,7 +81,7 @@ def describe_file(path: Path) -> tuple[str, str]:
         return "a GGUF file", f"convert it: annie-quant convert {path} --to hf"
     if is_lfs_pointer(raw):
         return "a git-lfs pointer", f"git -C {path.parent} lfs pull"
-    return "a file", "give a checkpoint's folder"
+    return "a file" if path.exists() else "not there", "give a checkpoint's folder"
 
 
 def describe_folder(folder: Path) -> tuple[str, str] | None:

@@ -73,9 +73,7 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            kind, hint = "not there", "give a checkpoint's folder"
-            if self.path.exists():
-                kind, hint = other_formats.describe_file(self.path)
+            kind, hint = other_formats.describe_file(self.path)
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}

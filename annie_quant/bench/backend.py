@@ -43,7 +43,7 @@ PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20
 MAX_ID_CHARACTERS = 200  # characters of a model's id
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ def _page(
 
 
 def _field(
-    page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]
-) -> T | None:
+    page: Mapping[str, object], name: str, kind: type[_T], path: str, caveats: list[str]
+) -> _T | None:
     """Return page[name] if it has the expected type; None, with a caveat, for another type."""
     try:
         return msgspec.convert(page.get(name), kind | None)

@@ -86,12 +86,12 @@ def find_confounds(
 
 # ---- two servers
 
-SIZES = {
+MODEL_SIZES = {
     "n_params": "numbers of parameters",
     "n_vocab": "vocabulary sizes",
     "n_embd": "hidden sizes",
 }
-PROPERTIES = {
+COMPARED_PROPERTIES = {
     "chat_template_sha256": ("different_templates", "chat templates"),
     "sampling_defaults": ("different_sampling", "default sampling settings"),
     "runtime": ("different_engines", "serving engines"),
@@ -111,12 +111,12 @@ def _pair(a: Identity, b: Identity) -> _Findings:
     source_a = a.meta.get("source")
     source_b = b.meta.get("source")
     compare_property("different_weights", "source weights", source_a, source_b)
-    for field, title in SIZES.items():
+    for field, title in MODEL_SIZES.items():
         x = getattr(a.model_meta, field)
         y = getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
             compare_property("different_models", title, x, y)
-    for field, (code, title) in PROPERTIES.items():
+    for field, (code, title) in COMPARED_PROPERTIES.items():
         compare_property(code, title, getattr(a, field), getattr(b, field))
     for code, what, x, y in differing:
         yield finding(code, a.name, b.name, what=what, x=_short(x), y=_short(y))

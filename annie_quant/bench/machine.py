@@ -37,7 +37,7 @@ from annie_quant.gemm.arrays import DeviceArray, native, to_device
 from annie_quant.gemm.ops import Weight, w4a16
 from annie_quant.judge.statistics import median_interval
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # ---- the probe
 
@@ -202,7 +202,7 @@ def unsteady(samples: Sequence[Sample]) -> list[MachineSpan]:
     return sorted(spans, key=lambda span: span.start_unix_s)
 
 
-def _most_common(values: Sequence[T]) -> T:
+def _most_common(values: Sequence[_T]) -> _T:
     return Counter(values).most_common(1)[0][0]
 
 
@@ -266,7 +266,9 @@ def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineS
 # ---- requests
 
 
-def mark(records: Iterable[RequestRecord], spans: Sequence[MachineSpan]) -> list[RequestRecord]:
+def mark_invalid(
+    records: Iterable[RequestRecord], spans: Sequence[MachineSpan]
+) -> list[RequestRecord]:
     """Set `invalid` of each record, and return those whose time overlaps with a span."""
     invalid = []
     for record in records:

@@ -18,7 +18,7 @@ from annie_quant.documents import Comparison, NoiseFloor, RequestRecord
 from annie_quant.judge.metrics import COMPARED, metric_value
 from annie_quant.judge.statistics import compare, paired
 
-PromptValues = Mapping[Hashable, Sequence[float]]
+RepeatedValues = Mapping[Hashable, Sequence[float]]
 
 FLOOR_SHARE = 0.95  # of A/A comparisons stay below the floor
 FLOOR_RESAMPLES = 499
@@ -75,7 +75,7 @@ def residuals(groups: Iterable[Sequence[float]]) -> list[float]:
 
 
 def _floor(
-    label: str, metric: str, by_prompt: PromptValues, pool: Sequence[float], seed: int
+    label: str, metric: str, by_prompt: RepeatedValues, pool: Sequence[float], seed: int
 ) -> NoiseFloor:
     rng = np.random.default_rng(seed)
     smooth, widen = _smooth_pool(pool, rng)
@@ -120,7 +120,9 @@ def _smooth_pool(
     return jitter / (1 + width * width) ** 0.5, float(t.ppf(quantile, degrees) / norm.ppf(quantile))
 
 
-def _halves(by_prompt: PromptValues, rng: np.random.Generator) -> tuple[PromptValues, PromptValues]:
+def _halves(
+    by_prompt: RepeatedValues, rng: np.random.Generator
+) -> tuple[RepeatedValues, RepeatedValues]:
     """Divide the repeats of each prompt between two sides at random."""
     first: dict[Hashable, list[float]] = {}
     second: dict[Hashable, list[float]] = {}

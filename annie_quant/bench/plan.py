@@ -183,7 +183,7 @@ def fits(visit: Visit, most: float | None) -> bool:
     return tokens + workload.max_tokens <= most
 
 
-def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
+def choose_cases(workload: Workload, n: int | None, seed: int) -> list[Case]:
     """Return all cases, or n of them: the same ones for the same seed; of a trace, the first n."""
     if n is None or n >= len(workload.cases):
         return list(workload.cases)
@@ -212,7 +212,7 @@ def _plan_load(
     for workload in workloads:
         if not applies(load, workload):
             continue
-        cases = choose(workload, config.n, config.seed)
+        cases = choose_cases(workload, config.n, config.seed)
         requests = [(case, repeat) for repeat in range(config.runs) for case in cases]
         if load.trace_speed is None:
             requests += [(case, config.runs) for case in measured_again(cases, config)]
@@ -243,7 +243,7 @@ def warmups(
     """Return config.warmup requests per backend and workload, sent before anything is measured and never counted."""
     visits = []
     for workload in workloads:
-        cases = choose(workload, config.n, config.seed)
+        cases = choose_cases(workload, config.n, config.seed)
         for i in range(config.warmup):
             case = cases[i % len(cases)]
             visits += [Visit(-1, name, workload, ((case, i),), warmup=True) for name in backends]

@@ -148,7 +148,7 @@ class Session:
         """
         measured = [r for r in self.records.rows if not r.warmup]
         self.done = {r.id: r for r in measured}
-        invalid = machine.mark(self.done.values(), machine.unsteady(self.machine.samples))
+        invalid = machine.mark_invalid(self.done.values(), machine.unsteady(self.machine.samples))
         self.marked |= bool(invalid)
         times = Counter(r.id for r in measured)
         again = {r.id for r in invalid if times[r.id] <= machine.PASSES}
@@ -389,7 +389,7 @@ class Session:
         single = next((w for w in self.workloads if not w.cases[0].turns), None)
         if single is None:
             return
-        cases = planning.choose(single, self.config.n, self.config.seed)
+        cases = planning.choose_cases(single, self.config.n, self.config.seed)
 
         def send(name: str, count: int) -> None:
             requests = []

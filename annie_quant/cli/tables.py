@@ -91,7 +91,9 @@ def _gate_rows(
 
 
 def _most_answers(columns: Sequence[Column], gate: str) -> int:
-    return max((column.gates[gate].n for column in columns if gate in column.gates), default=0)
+    answers = [column.gates[gate].n for column in columns if gate in column.gates]
+    prompts = [column.paired[gate].n for column in columns if gate in column.paired]
+    return max([*answers, *prompts], default=0)
 
 
 def _tables(
@@ -144,6 +146,9 @@ def _column(
         result = column.gates.get(gate)
         pair = column.paired.get(gate)
         text = _passes(result, n[gate])
+        if result is not None and pair is not None and pair.n > result.n:
+            # A prompt whose answer is cut, or has nothing to judge, is lost.
+            text = f"{result.passes}/{result.n}, {pair.n - result.n} missing"
         if result is not None and pair is not None:
             text += f" {points(pair.difference)}"
         if result is not None and not result.advisory:

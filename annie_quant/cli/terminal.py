@@ -89,8 +89,24 @@ class TerminalTask:
         self._bar = bar
         self._task = bar.add_task(literal(title), total=None) if bar else None
         self.state = ""
+        self._first: tuple[float, float] | None = None  # (time, done) of the first update
+        self._done = 0.0
+        self._total = 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The time that is left, from the speed since the first update; None where it is not known."""
+        if self._first is None:
+            return None
+        start_s, done_before = self._first
+        speed = (self._done - done_before) / max(time.monotonic() - start_s, 1e-9)
+        return (self._total - self._done) / speed if speed > 0 and self._total else None
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        if self._first is None or done < self._first[1]:
+            self._first = (time.monotonic(), done)
+        self._done = done
+        self._total = total or 0.0
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
         self._show(", ".join(filter(None, (share, text))), text, done, total)
 
@@ -128,6 +144,18 @@ def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
+
+
+def heartbeat_line(title: str, elapsed_s: float, task: TerminalTask) -> str:
+    """Return what a log or a pipe gets of a running task: its state, and when it ends."""
+    line = f"… {title}, {elapsed_s:.0f} s"
+    if task.state:
+        line += f": {task.state}"
+    left_s = task.remaining_s
+    if not left_s:
+        return line
+    left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
+    return f"{line}, about {left} left"
 
 
 class TerminalConsole:
@@ -183,7 +211,7 @@ class TerminalConsole:
 
             def beat(elapsed_s: float) -> None:
                 # Not through rich, which on a broken pipe closes stdout, too.
-                line = f"… {title}, {elapsed_s:.0f} s" + (f": {step.state}" if step.state else "")
+                line = heartbeat_line(title, elapsed_s, step)
                 print(shown(line), file=sys.stderr, flush=True)
 
             with heartbeat(beat):

@@ -28,9 +28,9 @@ from annie_quant.judge.decision.verdict import judge_evaluation
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
 
-Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
-Row = GateResult | PairedGate | PooledGates | None
-Side = NumericsResult | Member | OfflineSide
+_Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
+_Row = GateResult | PairedGate | PooledGates | None
+_Side = NumericsResult | Member | OfflineSide
 COUNTS = ("passes", "n", "lost", "won", "passed")
 
 
@@ -108,13 +108,13 @@ def pairs(evaluation: Evaluation, name: str) -> list[tuple[Mapping[str, bool], M
 
 def checks_of(
     prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], uncounted: bool = False
-) -> Checks:
+) -> _Checks:
     """Return the checks of each prompt that has any.
 
     outcomes: as in Evaluation.
     uncounted: also those that inform only.
     """
-    rows: Checks = {}
+    rows: _Checks = {}
     for gate, names in prompts.items():
         decoded = decode_outcomes(outcomes.get(gate, ""))
         for name, outcome in zip(names, decoded, strict=False):
@@ -136,7 +136,7 @@ def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
         yield f"verdict: {texts[0]} in the file, {texts[1]} from its outcomes"
 
 
-def _changed_side(where: str, side: Side, other: Side, same_rule: bool) -> Iterator[str]:
+def _changed_side(where: str, side: _Side, other: _Side, same_rule: bool) -> Iterator[str]:
     yield from _changed(where, side.gates, other.gates, same_rule)
     yield from _changed(f"{where} against bf16", side.paired, other.paired, same_rule)
     yield from _changed(
@@ -145,7 +145,7 @@ def _changed_side(where: str, side: Side, other: Side, same_rule: bool) -> Itera
 
 
 def _changed(
-    where: str, stored: Mapping[str, Row], counted: Mapping[str, Row], same_rule: bool
+    where: str, stored: Mapping[str, _Row], counted: Mapping[str, _Row], same_rule: bool
 ) -> Iterator[str]:
     fields = (*COUNTS, "verdict") if same_rule else COUNTS
     for gate in dict.fromkeys([*stored, *counted]):

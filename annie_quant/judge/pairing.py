@@ -30,7 +30,7 @@ def is_complete(answer: Answer) -> bool:
     return not answer.fault
 
 
-def deciding(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:
+def deciding_checks(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:
     """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
     return (
         {gate: ok for gate, ok in row.items() if gate not in workload.informative}

@@ -13,7 +13,7 @@ from annie_quant.documents import PromptOutcome, encode_outcomes
 from annie_quant.judge import Answer, Case, Judged, Workload
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.gates import GATES, IMPLIED
-from annie_quant.judge.pairing import deciding
+from annie_quant.judge.pairing import deciding_checks
 from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.prompts import Answered, Template
 
@@ -86,7 +86,7 @@ def prompt_outcomes(
     What passes or fails and does not count is not complete, or left out by the workload's author.
     """
     checks = judge.checks(answer, case, workload, reference)
-    counting = deciding(checks, answer, workload)
+    counting = deciding_checks(checks, answer, workload)
     names = dict.fromkeys((*workload.gates, *IMPLIED))
     return {gate: PromptOutcome.of(checks.get(gate), gate in counting) for gate in names}
 

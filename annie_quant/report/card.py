@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
-RUNTIMES = ("vllm", "sglang")
+CARD_RUNTIMES = ("vllm", "sglang")
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
 
 
@@ -182,7 +182,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         kl=tables.kl_table(columns, sides),
         ttft=tables.latency_table(columns, "ttft_content_ms"),
         environment=run.document.environment,
-        commands=[(servers[r].server, _command(subject, r)) for r in RUNTIMES if r in servers],
+        commands=[(servers[r].server, _command(subject, r)) for r in CARD_RUNTIMES if r in servers],
         unloadable=[str(support) for support in summary.servers if support.loads != "yes"],
         caveats=caveats(run),
     )

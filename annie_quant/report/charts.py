@@ -1,6 +1,6 @@
 """The figures of the report. assets/templates/charts draws them, and report.html has the captions that name no number.
 
-Gates against their thresholds and against the size on disk; KL divergence from bf16; TTFT by turn,
+Gates against their thresholds; KL divergence from bf16; TTFT by turn,
 distributions, latency by answer length.
 """
 
@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from annie_quant.bench.aggregates import labelled, mean_times, timed
-from annie_quant.documents import GateResult, KLSummary, RequestRecord
+from annie_quant.documents import KLSummary, RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report.format import count, ends, name, significant, size
+from annie_quant.report.format import count, ends, name, significant
 from annie_quant.report.recheck import quantile, values
-from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel
+from annie_quant.report.run import LoadedRun, OfflineModel, ServedModel
 from annie_quant.report.svg import (
+    PANEL_WIDTH,
     ROWS_LEFT,
     ROWS_TOP,
     WIDE,
-    WIDTH,
     Drawing,
     Figure,
     log_ticks,
-    plain,
     scale,
     ticks,
 )
@@ -38,7 +36,6 @@ def draw(run: LoadedRun) -> list[Figure]:
     return [
         gates,
         kl_divergence(run),
-        size_and_gates(run),
         by_turn(run),
         distributions(run),
         by_length(run),
@@ -58,107 +55,18 @@ def _gate_panel(run: LoadedRun, gate: str) -> Drawing:
         "gate": gate,
         "informs": all(r.advisory for r in results),
         "thresholds": thresholds,
-        "x": scale(start, 1.0, ROWS_LEFT, WIDTH - right),
+        "x": scale(start, 1.0, ROWS_LEFT, PANEL_WIDTH - right),
         "marks": ticks(start, 1.0, 4),
         "rows": list(zip(sides, results, ys, strict=True)),
         "left": ROWS_LEFT,
         "bottom": bottom,
     }
-    return Drawing("gate", WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", values)
+    return Drawing("gate", PANEL_WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", values)
 
 
 def _rows(height: int, count: int) -> tuple[list[float], int]:
     """Return the y of each row of a panel, and of the end of the last one."""
     return [ROWS_TOP + height * (index + 0.5) for index in range(count)], ROWS_TOP + height * count
-
-
-SIZE_BOTTOM = 250  # y of the axis of sizes, in pixels
-
-
-@dataclass(frozen=True)
-class _Point:
-    side: MeasuredSide
-    size_bytes: int
-    gate: str
-    result: GateResult
-
-
-def size_and_gates(run: LoadedRun) -> Figure:
-    figure = Figure("pareto", wide=True)
-    points: list[_Point] = []
-    for model in run.models:
-        for side in run.sides_of(model.name) if model.size_bytes else ():
-            gates = [(gate, result) for gate, result in side.deciding.items() if result.n]
-            if gates:
-                gate, worst = min(gates, key=lambda item: (item[1].rate, item[1].low))
-                points.append(_Point(side, model.size_bytes or 0, gate, worst))
-    if len({p.side.model for p in points}) > 1:
-        figure.panels.append(("pareto", _size_panel(run, points)))
-    return figure
-
-
-def _size_panel(run: LoadedRun, points: list[_Point]) -> Drawing:
-    left = 52
-    top = 20
-    largest = max(p.size_bytes for p in points)
-    units = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
-    unit = next(u for u, unit_bytes in units.items() if largest >= unit_bytes)
-    start = math.floor(min(p.result.low for p in points) * 5) / 5
-    end = largest * 1.12
-    x = scale(0, end, left, WIDE - 14)
-    y = scale(start, 1.0, SIZE_BOTTOM, top)
-    n_sides: Counter[str] = Counter()
-    marks = []
-    for p in points:
-        marks.append((p, x(p.size_bytes) + 10 * n_sides[p.side.model]))
-        n_sides[p.side.model] += 1
-    values = {
-        "run": run,
-        "unit": unit,
-        "write": lambda value: plain(value / units[unit]),
-        "y_marks": ticks(start, 1, 5),
-        "marks": [t * units[unit] for t in ticks(0, end / units[unit], 7)],
-        "front": [(x(size_bytes), y(rate)) for size_bytes, rate in _front(points)],
-        "names": _model_names(run, {p.side.model: p.size_bytes for p in points}, x),
-        "points": marks,
-        "x": x,
-        "y": y,
-        "left": left,
-        "top": top,
-        "bottom": SIZE_BOTTOM,
-    }
-    return Drawing("sizes", WIDE, 330, "Size and worst gate", values)
-
-
-def _front(points: list[_Point]) -> list[tuple[int, float]]:
-    """Return (size, rate) of the models whose worst side no smaller model reaches; [] for a single one."""
-    rates: dict[tuple[int, str], float] = {}
-    for p in points:
-        model = (p.size_bytes, p.side.model)
-        rates[model] = min(p.result.rate, rates.get(model, 1.0))
-    front: list[tuple[int, float]] = []
-    for (size_bytes, _), rate in sorted(rates.items(), key=lambda item: (item[0][0], -item[1])):
-        if not front or rate > front[-1][1]:
-            front.append((size_bytes, rate))
-    return front if len(front) > 1 else []
-
-
-def _model_names(
-    run: LoadedRun, sizes: dict[str, int], x: Callable[[float], float]
-) -> list[tuple[str, int, float, int, bool]]:
-    """Return (name, series, x, y, whether it ends at x) of the models, on up to three lines so that names do not overlap."""
-    line_ends = [-99.0, -99.0, -99.0]
-    names = []
-    for model, size_bytes in sorted(sizes.items(), key=lambda item: item[1]):
-        at = x(size_bytes)
-        text = f"{run.label(model)} · {size(size_bytes)}"
-        width = 7.0 * len(text) + 16
-        ends_here = at + width > WIDE
-        start = at - width if ends_here else at
-        line = next((i for i, end in enumerate(line_ends) if start > end), 2)
-        line_ends[line] = start + width
-        names.append((text, run.series(model), at, SIZE_BOTTOM + 50 + 16 * line, ends_here))
-    return names
 
 
 MIN_KL = 1e-6  # the smallest divergence on a logarithmic axis
@@ -201,7 +109,7 @@ def _kl_axis(divergences: list[float], right: int) -> dict[str, object]:
     """Return the logarithmic axis of a panel, from power of ten to power of ten."""
     low = 10 ** math.floor(math.log10(max(min(divergences), MIN_KL)))
     high = 10 ** math.ceil(math.log10(max(max(divergences), MIN_KL) * 1.0001))
-    x = scale(low, high, ROWS_LEFT, WIDTH - right, log=True)
+    x = scale(low, high, ROWS_LEFT, PANEL_WIDTH - right, log=True)
     return {"x": x, "marks": log_ticks(low, high), "left": ROWS_LEFT}
 
 
@@ -210,7 +118,7 @@ def _overall(run: LoadedRun, measured: list[tuple[OfflineModel, KLSummary]]) -> 
     rows = [(side, kl, y) for (side, kl), y in zip(measured, ys, strict=True)]
     divergences = [v for _, kl in measured for v in (kl.median, kl.mean, kl.p99)]
     values = {"run": run, "rows": rows, "bottom": bottom, **_kl_axis(divergences, 52)}
-    return Drawing("divergence", WIDTH, bottom + 24, "KL divergence, All tokens", values)
+    return Drawing("divergence", PANEL_WIDTH, bottom + 24, "KL divergence, All tokens", values)
 
 
 def _breakdown(
@@ -227,7 +135,7 @@ def _breakdown(
         "bottom": bottom,
         **_kl_axis(divergences, 14),
     }
-    return Drawing("breakdown", WIDTH, bottom + 24, f"Mean KL divergence {title}", values)
+    return Drawing("breakdown", PANEL_WIDTH, bottom + 24, f"Mean KL divergence {title}", values)
 
 
 # ---- served requests
@@ -297,43 +205,53 @@ def line_chart(
     return Drawing("lines", WIDE, BOTTOM + 40, title, values)
 
 
+@dataclass
+class _Lines:
+    """The lines of a chart, one per backend, with a description for readers who do not see it."""
+
+    lines: list[tuple[ServedModel, list[Point]]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, run: LoadedRun, side: ServedModel, points: list[Point], text: str) -> None:
+        self.lines.append((side, points))
+        self.texts.append(f"{run.label(side.model)}: {text}")
+
+    def figure(
+        self, run: LoadedRun, key: str, caption: str, title: str, across: Axis, up: Axis
+    ) -> Figure:
+        chart = line_chart(run, title, "; ".join(self.texts), across, up, self.lines)
+        return Figure(key, caption, panels=[(key, chart)], wide=True)
+
+
 def by_turn(run: LoadedRun) -> Figure:
-    figure = Figure("turns", wide=True)
-    lines: list[tuple[ServedModel, list[Point]]] = []
-    counts: list[int] = []
-    models: list[str] = []
+    chart = _Lines()
+    high = 0.0
+    last = 1
     for side in run.served:
-        label = run.label(side.model)
-        timed_turns = [
-            turn
-            for turn in run.aggregates.turns.get(side.name, [])
-            if turn.ttft_content_ms is not None
-        ]
         points: list[Point] = []
         texts: list[str] = []
-        for turn in timed_turns:
+        for turn in run.aggregates.turns.get(side.name, []):
+            if turn.ttft_content_ms is None:
+                continue
             ttft = f"{significant(turn.ttft_content_ms)} ms"
-            tip = f"{label}, turn {turn.turn}: {ttft}, n = {turn.n}"
-            points.append(Point(turn.turn, turn.ttft_content_ms or 0.0, tip, turn.low, turn.high))
+            tip = f"{run.label(side.model)}, turn {turn.turn}: {ttft}, n = {turn.n}"
+            points.append(Point(turn.turn, turn.ttft_content_ms, tip, turn.low, turn.high))
             texts.append(f"turn {turn.turn} {ttft}")
+            chart.counts.append(turn.n)
         if len(points) > 1:
-            lines.append((side, points))
-            models.append(f"{label}: {', '.join(texts)}")
-            counts += [turn.n for turn in timed_turns]
-    if not lines:
-        return figure
-    figure.caption = (
+            chart.add(run, side, points, ", ".join(texts))
+            high = max(high, *(point.high or point.y for point in points))
+            last = max(last, int(points[-1].x))
+    if not chart.lines:
+        return Figure("turns", wide=True)
+    caption = (
         "Time to the first token of content against the turn of a growing conversation: p50 with its 95 % interval "
-        f"(n = {ends(counts)} requests per mark)."
+        f"(n = {ends(chart.counts)} requests per mark)."
     )
-    shown = [point for _, points in lines for point in points]
-    high = max(p.high or p.y for p in shown) * 1.05
-    last = int(max(p.x for p in shown))
     turns = Axis("turn", 1, last, range(1, last + 1))
-    times = Axis("TTFT content, ms", 0, high, ticks(0, high))
-    chart = line_chart(run, "TTFT over turns", "; ".join(models), turns, times, lines)
-    figure.panels.append(("turns", chart))
-    return figure
+    times = Axis("TTFT content, ms", 0, high * 1.05, ticks(0, high * 1.05))
+    return chart.figure(run, "turns", caption, "TTFT over turns", turns, times)
 
 
 CURVE_POINTS = 64
@@ -366,7 +284,7 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Dr
     left = 30
     top = 42
     bottom = 160
-    right = WIDTH - 8
+    right = PANEL_WIDTH - 8
     samples = [ordered for _, ordered in curves]
     low = min(sample[0] for sample in samples)
     # Of 100 values or more, the highest hundredth is left out.
@@ -392,7 +310,7 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Dr
         "bottom": bottom,
         "right": right,
     }
-    return Drawing("distribution", WIDTH, bottom + 22, f"{name(workload)}: {title}", figures)
+    return Drawing("distribution", PANEL_WIDTH, bottom + 22, f"{name(workload)}: {title}", figures)
 
 
 def _steps(ordered: list[float]) -> list[tuple[float, float]]:
@@ -407,38 +325,32 @@ def _steps(ordered: list[float]) -> list[tuple[float, float]]:
     return [(ordered[0], 0.0), *((ordered[i], (i + 1) / n) for i in places)]
 
 
-MAX_ANSWER_TOKENS = 400  # of an answer, the end of the axis
+MAX_SHOWN_TOKENS = 400  # of an answer, the end of the axis
 
 
 def by_length(run: LoadedRun) -> Figure:
-    figure = Figure("crossover", wide=True)
-    lines: list[tuple[ServedModel, list[Point]]] = []
-    models: list[str] = []
-    counts: list[int] = []
+    chart = _Lines()
+    high = 0.0
     for side in run.served:
         times = mean_times(side.data)
         if times is None:
             continue
         ttft, tpot, n_workloads = times
-        lines.append(
-            (side, [Point(0, ttft), Point(MAX_ANSWER_TOKENS, ttft + MAX_ANSWER_TOKENS * tpot)])
-        )
+        end = ttft + MAX_SHOWN_TOKENS * tpot
         speed = f"{significant(ttft)} ms + {significant(tpot)} ms per token"
-        models.append(f"{run.label(side.model)}: {speed}")
-        counts.append(n_workloads)
-    if len(lines) < 2:
-        return figure
-    figure.caption = (
+        chart.add(run, side, [Point(0, ttft), Point(MAX_SHOWN_TOKENS, end)], speed)
+        chart.counts.append(n_workloads)
+        high = max(high, end)
+    if len(chart.lines) < 2:
+        return Figure("crossover", wide=True)
+    caption = (
         "Total latency against the length of the answer: TTFT + tokens × TPOT from the medians, averaged over "
-        f"{min(counts)} workloads." + _crossings(run)
+        f"{min(chart.counts)} workloads." + _crossings(run)
     )
-    high = max(points[-1].y for _, points in lines)
-    tokens = Axis("tokens of the answer", 0, MAX_ANSWER_TOKENS, ticks(0, MAX_ANSWER_TOKENS, 5))
+    tokens = Axis("tokens of the answer", 0, MAX_SHOWN_TOKENS, ticks(0, MAX_SHOWN_TOKENS, 5))
     up = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
-    chart = line_chart(run, title, "; ".join(models), tokens, up, lines)
-    figure.panels.append(("crossover", chart))
-    return figure
+    return chart.figure(run, "crossover", caption, title, tokens, up)
 
 
 def _crossings(run: LoadedRun) -> str:
@@ -447,7 +359,7 @@ def _crossings(run: LoadedRun) -> str:
     for row in run.aggregates.crossover:
         short = row.faster_when_short
         long = row.faster_when_long
-        if row.tokens and row.tokens <= 10 * MAX_ANSWER_TOKENS and short != long:
+        if row.tokens and row.tokens <= 10 * MAX_SHOWN_TOKENS and short != long:
             faster = f"{labels.get(short, name(short))} is faster below"
             text += (
                 f" {faster} {significant(row.tokens)} tokens, {labels.get(long, name(long))} above."

@@ -97,6 +97,8 @@ def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistIt
     """Off means that nothing leaks; on means that reasoning is received, separate from the answer."""
     off = _gate(side, "thinking_leak", "thinking can be switched")
     evidence = f"off: no leak in {off.evidence}"
+    if "thinking_leak" not in side.gates:
+        evidence = f"off: {off.evidence}"
     if not records:
         return ChecklistItem(off.item, "fail" if off.verdict == "fail" else "undecided", evidence)
     received = sum(bool(r.answer.reasoning) for r in records)
@@ -133,7 +135,7 @@ def _latency(aggregates: Aggregates, candidate: str, incumbent: str) -> Checklis
 def _quality(answers: dict[str, PairedGate] | None) -> ChecklistItem:
     """No worse: the candidate keeps every gate of the incumbent on the same prompts."""
     item = "answers no worse"
-    gates = decision.deciding(answers or {})
+    gates = decision.deciding_pairs(answers or {})
     if not gates:
         missing = "the answers of the two were not compared prompt by prompt"
         return ChecklistItem(item, "undecided", missing)

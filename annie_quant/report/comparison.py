@@ -203,7 +203,7 @@ def memory_budget(run: LoadedRun) -> Table | None:
     return table
 
 
-def outcome(run: LoadedRun) -> Standing:
+def outcome_of(run: LoadedRun) -> Standing:
     """Return the run's outcome; a run of version 0.1.0 has no more than `passed`."""
     verdict = run.verdict
     if not verdict.sentence:

@@ -29,9 +29,9 @@ from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import checks_by_prompt
 from annie_quant.report.format import name
 
-NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
+ARITHMETICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
-COLOURS = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
+SERIES = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
 # Gates of behaviour come first, as in the original plan's tables; other gates follow.
 GATE_ORDER = (
     "tool_call",
@@ -71,12 +71,20 @@ class MeasuredSide:
     def gates(self) -> dict[str, documents.GateResult]:
         return self.data.gates
 
+    def pair(self, gate: str) -> documents.PairedGate | None:
+        """Return the counts that decide a gate; None where it was not compared with a reference."""
+        pair = self.data.paired.get(gate)
+        return None if pair is None or not pair.n or self.gates[gate].advisory else pair
+
+    def shows_nothing(self, gate: str) -> bool:
+        """Return whether a gate keeps because neither side passes it once: nothing is lost, and nothing is there."""
+        result = self.gates[gate]
+        return result.verdict == "pass" and not result.passes
+
     def word(self, gate: str) -> str:
         """Return a gate's verdict: keeps or loses where it was compared with a reference, else pass or fail; or undecided."""
         result = self.gates[gate]
-        pair = self.data.paired.get(gate)
-        compared = pair is not None and pair.n > 0 and not result.advisory
-        if not compared:
+        if self.pair(gate) is None:
             return result.verdict
         return {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided")
 
@@ -218,9 +226,9 @@ class LoadedRun:
 
     def series(self, model: str) -> int:
         """Return the colour of a model, from 0 to 7: the same in every chart."""
-        if model in COLOURS:
-            return COLOURS[model]
-        others = [m.name for m in self.models if m.name not in COLOURS]
+        if model in SERIES:
+            return SERIES[model]
+        others = [m.name for m in self.models if m.name not in SERIES]
         return 4 + (others.index(model) % 4 if model in others else 0)
 
     @property
@@ -498,11 +506,11 @@ def _add_models(run: LoadedRun) -> None:
 
 
 def _add_sides(run: LoadedRun) -> None:
-    order = list(NUMERICS)
+    order = list(ARITHMETICS)
     for model in (m.name for m in run.models):
         offline = run.aggregates.offline.get(model, {})
         for numerics in sorted(offline, key=lambda k: order.index(k) if k in order else len(order)):
-            how = NUMERICS.get(numerics, numerics)
+            how = ARITHMETICS.get(numerics, numerics)
             run.sides.append(
                 OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics])
             )

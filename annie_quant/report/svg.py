@@ -131,7 +131,7 @@ def scale(
 
 
 # pixels of a panel, and of a figure with one panel
-WIDTH = 340
+PANEL_WIDTH = 340
 WIDE = 720
 # of a panel with one row per side
 ROWS_LEFT = 118

@@ -22,6 +22,7 @@ from annie_quant.core.text import inert
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.judge.decision.wording import is_change
 from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.judge.pairing import is_tested
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel
 
@@ -89,30 +90,48 @@ def number_cell(
 
 
 def gate_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
-    """Return a gate's passes with its verdict; the reference loses nothing, so it has neither sign nor colour."""
+    """Return a gate's passes with its verdict, and below the counts that decide it and the interval of the rate.
+
+    The reference loses nothing, so it has neither sign nor colour. Nor has what neither side passes once.
+    """
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
-    numbers = format.interval(result.low, result.high, format.percent)
     text = passes(result)
+    notes = [f"{format.interval(result.low, result.high, format.percent)}\u00a0%"]
     css = "none"
     if not run.is_reference(side):
-        text = f"{text} {format.SIGNS[result.verdict]}"
-        css = "advisory" if result.advisory else result.verdict
-    return Cell(text, f"{numbers}\u00a0%", f"gate|{side.key}|{gate}", css, sort=result.rate)
+        pair = side.pair(gate)
+        if pair is not None:
+            notes.insert(0, _counts(gate, result, pair))
+        if not side.shows_nothing(gate):
+            text = f"{text} {format.SIGNS[result.verdict]}"
+            css = "advisory" if result.advisory else result.verdict
+    return Cell(text, "; ".join(notes), f"gate|{side.key}|{gate}", css, sort=result.rate)
+
+
+def _counts(gate: str, result: documents.GateResult, pair: documents.PairedGate) -> str:
+    """Return what decides a gate that was compared: answers lost and won on the reference's prompts."""
+    if not is_tested(gate, pair):
+        return f"not tested, the reference passes {pair.passed} of {pair.n}"
+    text = f"{pair.lost} lost, {pair.won} won"
+    missing = pair.n - result.n
+    if missing > 0:
+        text = f"{text} of {pair.n}, {missing} without an answer to judge"
+    return text
 
 
 def passes(result: documents.GateResult) -> str:
     return f"{format.count(result.passes)}/{format.count(result.n)}"
 
 
-def summary(side: ServedModel, workload: str, metric: str) -> documents.MetricSummary | None:
+def metric_summary(side: ServedModel, workload: str, metric: str) -> documents.MetricSummary | None:
     of_workload = side.data.workloads.get(workload)
     return getattr(of_workload, metric) if of_workload else None
 
 
 def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50") -> Cell:
-    row = summary(side, workload, metric)
+    row = metric_summary(side, workload, metric)
     if row is None:
         return Cell(format.DASH, css="none")
     value = getattr(row, stat)
@@ -140,14 +159,17 @@ def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
 TIMES = "Times: over all requests of a side; the verdict compares two sides over the prompts that both answered."
 
 
-CELLS = "Passes of n with ✓ keeps, ✗ loses, ? undecided, and the 95 % interval below."
-CHANGED = f"Changed against bf16's own answers; a change is not an error. {CELLS}"
+CELL_CAPTION = (
+    "Passes of n with ✓ keeps, ✗ loses, ? undecided. Below: the answers lost and won against the reference on the same prompts, "
+    "which decide, and the 95 % interval of the rate."
+)
+CHANGED_CAPTION = f"Changed against bf16's own answers; a change is not an error. {CELL_CAPTION}"
 
 
 def side_by_side(run: LoadedRun) -> Table:
     """Return sizes, gates with a right and wrong, and speed of all models."""
     table, models, columns = _sides_table(
-        run, f"Right or wrong, by labels and rules. {CELLS} {TIMES}"
+        run, f"Right or wrong, by labels and rules. {CELL_CAPTION} {TIMES}"
     )
 
     def add_model_row(title: str, cell: Callable[[documents.ModelRow], Cell]) -> None:
@@ -184,7 +206,7 @@ def side_by_side(run: LoadedRun) -> Table:
 
 def changes(run: LoadedRun) -> Table:
     """Return the gates that compare with bf16's own answers, of all models."""
-    table, _, columns = _sides_table(run, CHANGED)
+    table, _, columns = _sides_table(run, CHANGED_CAPTION)
     _add_gates(table, run, columns, [gate for gate in run.gate_names if is_change(gate)])
     return table
 
@@ -264,6 +286,8 @@ def _verdict_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
     verdict = side.gates[gate].verdict
     if run.is_reference(side):
         return Cell("reference", css="word none")
+    if side.shows_nothing(gate):
+        return Cell(f"{side.word(gate)}, without a pass", css="word none")
     return Cell(f"{format.SIGNS[verdict]} {side.word(gate)}", css=f"word {verdict}")
 
 
@@ -277,7 +301,7 @@ def latency_table(run: LoadedRun, metric: str) -> Table:
     table = Table(caption, "workload", ["n", *STATISTICS * len(sides)])
     table.groups = [("", 1, ""), *((run.label(s.model), 3, s.model) for s in sides)]
     for workload in run.workloads:
-        summaries = [summary(side, workload, metric) for side in sides]
+        summaries = [metric_summary(side, workload, metric) for side in sides]
         counts = [row.n for row in summaries if row]
         if counts:
             cells = [Cell(format.ends(counts))]
@@ -510,7 +534,7 @@ def _offline_rows(side: OfflineModel) -> Iterator[JsonObject]:
 
 def _served_rows(side: ServedModel) -> Iterator[JsonObject]:
     for workload, metric in itertools.product(side.data.workloads, COMPARED):
-        row = summary(side, workload, metric)
+        row = metric_summary(side, workload, metric)
         if row:
             yield {**asdict(row), "workload": workload, "metric": metric}
     for level in LEVELS:

@@ -35,6 +35,23 @@ def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
     assert not any(t.name.endswith("heartbeat") for t in threading.enumerate())
 
 
+def test_a_pipe_learns_when_a_task_ends(monkeypatch, capsys):
+    """A benchmark in a log had the number of visits, and no time."""
+    now = 1000.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    step = terminal.TerminalTask("bench")
+    step.update(40, 100, "a · factual")  # 40 were finished by an earlier run
+    assert step.remaining_s is None
+    now += 60
+    step.update(50, 100, "b · factual")
+    assert step.remaining_s == pytest.approx(300)
+    step.update(100, 100)
+    assert step.remaining_s == 0
+    assert terminal.heartbeat_line("bench", 61.0, step) == "… bench, 61 s: 100 of 100"
+    step.update(60, 100, "a · greeting")
+    assert terminal.heartbeat_line("bench", 62.0, step).endswith("a · greeting, about 2 min left")
+
+
 def test_a_short_task_and_a_secondary_process_write_no_heartbeat(monkeypatch, capsys):
     with TerminalConsole().task("short"):
         pass

@@ -9,7 +9,7 @@ from typing import Any
 from annie_quant import judge
 from annie_quant.judge.decision import judge_members
 from annie_quant.judge.gates import REFERENCE_GATES, Judged, checks
-from annie_quant.judge.pairing import deciding, pair_checks, with_floor
+from annie_quant.judge.pairing import deciding_checks, pair_checks, with_floor
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.judging import judged, reference_answers
 from annie_quant.offline.prompts import Answered, OfflineRequest, Template
@@ -72,7 +72,7 @@ def pair_answers(
     before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic.
     """
     rows, noisy, others = (
-        [deciding(checks(a, c, w, r), a, w) for w, c, a, r in side or ()]
+        [deciding_checks(checks(a, c, w, r), a, w) for w, c, a, r in side or ()]
         for side in (before, floor, after)
     )
     if floor is not None:

@@ -15,7 +15,7 @@ from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, Judged, checks
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.pairing import deciding, pair_checks
+from annie_quant.judge.pairing import deciding_checks, pair_checks
 from annie_quant.judge.sampling import answers_per_gate, expected_tools, reference_notes
 
 TOOL = {
@@ -211,7 +211,7 @@ def paired(after, references, workload=WORKLOAD, case=None):
     case = case or workload.cases[0]
     sides = (
         [
-            deciding(checks(answer, case, workload, reference), answer, workload)
+            deciding_checks(checks(answer, case, workload, reference), answer, workload)
             for answer, reference in zip(side, references, strict=True)
         ]
         for side in (references, after)

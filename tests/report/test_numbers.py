@@ -344,7 +344,7 @@ def test_plots_are_files_of_their_own(run):
     import xml.etree.ElementTree as tree
 
     drawn = sorted((run["folder"] / "plots").glob("*.svg"))
-    assert {"gates-tool-call.svg", "pareto.svg", "turns.svg", "crossover.svg"} <= {
+    assert {"gates-tool-call.svg", "turns.svg", "crossover.svg"} <= {
         p.name for p in drawn
     }
     for path in drawn:

@@ -17,7 +17,7 @@ from annie_quant.judge.decision.rule import (
     POOLED,
     RULE,
     JudgedGate,
-    deciding,
+    deciding_pairs,
     judge_gates,
     looks,
     member_verdict,

@@ -127,7 +127,7 @@ def judge_gates(
     for tested, p_holm in zip(family, adjusted, strict=True):
         tested.p_holm = p_holm
     for place, rows in gates.items():
-        for name, gate in deciding(rows).items():
+        for name, gate in deciding_pairs(rows).items():
             _judge_gate(name, gate, len(family) or 1)
         row_of_all = together[place]
         if row_of_all is not None:
@@ -141,7 +141,7 @@ def _pooled_verdict(row: PooledGates) -> GateVerdict:
     return "loses" if is_loss(row, 0.0, stats.LEVEL) else "undecided"
 
 
-def deciding(gates: GateCounts) -> dict[str, PairedGate]:
+def deciding_pairs(gates: GateCounts) -> dict[str, PairedGate]:
     """Return the gates that decide: known, not advisory, and passed by the reference often enough."""
     return {name: gate for name, gate in gates.items() if decides(name) and is_tested(name, gate)}
 
@@ -182,7 +182,7 @@ def loss_limit(name: str) -> float:
 def _testable(gates: GateCounts, pooled: PooledGates | None) -> list[PairedCounts]:
     tested: list[PairedCounts] = [
         row
-        for name, row in deciding(gates).items()
+        for name, row in deciding_pairs(gates).items()
         if row.lost + row.won >= MIN_CHANGES or compares_with_reference(name)
     ]
     if pooled is not None:
@@ -261,7 +261,7 @@ def counted_gates(
 
     An undecided gate is left out where it does not block "keeps". A lost gate explains a pooled loss.
     """
-    rows = deciding(gates)
+    rows = deciding_pairs(gates)
     kept = [name for name, row in rows.items() if row.verdict == "keeps"]
     answers = answers_per_behaviour([gates])
     counted = [

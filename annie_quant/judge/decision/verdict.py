@@ -55,7 +55,7 @@ from annie_quant.judge.pairing import (
     unmet_labels,
 )
 
-Side = TypeVar("Side", bound=NumericsResult | Member | OfflineSide)
+_SideT = TypeVar("_SideT", bound=NumericsResult | Member | OfflineSide)
 VERDICTS: dict[Outcome, GateVerdict] = {
     outcome: verdict for verdict, outcome in wording.OUTCOMES.items()
 }
@@ -130,7 +130,7 @@ def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     )
 
 
-def judge_sides(both: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdict]:
+def judge_sides(both: Mapping[str, _SideT]) -> tuple[dict[str, _SideT], PairedVerdict]:
     """Judge a checkpoint's arithmetics together: return them with their gates' verdicts, and the verdict."""
     gates, pooled = rule.judge_gates(
         {name: side.paired for name, side in both.items()},

@@ -353,6 +353,9 @@ def reason(gate: JudgedGate) -> str:
     text = f"{gate.place}: {name} {verdict_word(gate)}"
     if counts is not None:
         figures = f"{counts.lost} lost and {counts.won} won of {counts.n}"
+        missing = counts.n - result.n if isinstance(result, GateResult) else 0
+        if missing > 0 and isinstance(counts, PairedGate):
+            figures += f" ({missing} without an answer to judge)"
         text = f"{text}: {figures}, {describe_interval(counts)}"
         n = counts.n_to_decide if isinstance(counts, PairedGate) else None
     elif isinstance(result, GateResult):
@@ -367,14 +370,43 @@ def reason(gate: JudgedGate) -> str:
 
 
 def reasons(gates: Sequence[JudgedGate], verdicts: Container[GateVerdict]) -> list[str]:
-    """Return one line per gate with one of the verdicts; a further arithmetic only where it differs."""
+    """Return one line per gate with one of the verdicts; a further arithmetic only where it differs.
+
+    Gates that are open because their prompts are few, without a change, are one line together.
+    """
     own = {(gate.place, gate.gate): gate.verdict for gate in gates}
-    return [
-        reason(gate)
-        for gate in gates
-        if gate.verdict in verdicts
-        and (gate.place == gate.profile or own.get((gate.profile, gate.gate)) != gate.verdict)
-    ]
+    lines: list[str] = []
+    unchanged: list[JudgedGate] = []
+    for gate in gates:
+        is_further = gate.place != gate.profile
+        if gate.verdict not in verdicts or (
+            is_further and own.get((gate.profile, gate.gate)) == gate.verdict
+        ):
+            continue
+        if gate.verdict == "undecided" and _is_unchanged(gate):
+            unchanged.append(gate)
+        else:
+            lines.append(reason(gate))
+    return [*lines, *([_too_few(unchanged)] if unchanged else [])]
+
+
+def _is_unchanged(gate: JudgedGate) -> bool:
+    counts = gate.counts
+    return isinstance(counts, PairedGate) and counts.n > 0 and not counts.lost and not counts.won
+
+
+def _too_few(gates: Sequence[JudgedGate]) -> str:
+    """Return one line about gates without a change in too few prompts: "w4a4, w4a16: too few prompts, ... factual (10)"."""
+    places = ", ".join(dict.fromkeys(gate.place for gate in gates))
+    n_prompts: dict[str, int] = {}
+    n_to_decide = 0
+    for gate in gates:
+        assert isinstance(gate.counts, PairedGate)
+        n_prompts[gate.gate] = min(gate.counts.n, n_prompts.get(gate.gate, gate.counts.n))
+        n_to_decide = max(n_to_decide, gate.counts.n_to_decide or 0)
+    names = ", ".join(f"{title(name)} ({n})" for name, n in n_prompts.items())
+    text = f"{places}: undecided, none lost in too few prompts: {names}"
+    return f"{text}; n = {n_to_decide} would decide" if n_to_decide else text
 
 
 def describe_interval(row: PairedCounts) -> str:

@@ -344,9 +344,7 @@ def test_plots_are_files_of_their_own(run):
     import xml.etree.ElementTree as tree
 
     drawn = sorted((run["folder"] / "plots").glob("*.svg"))
-    assert {"gates-tool-call.svg", "turns.svg", "crossover.svg"} <= {
-        p.name for p in drawn
-    }
+    assert {"gates-tool-call.svg", "turns.svg", "crossover.svg"} <= {p.name for p in drawn}
     for path in drawn:
         root = tree.parse(path).getroot()
         assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text

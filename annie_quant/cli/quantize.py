@@ -13,7 +13,7 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -47,6 +47,7 @@ class QuantizeOptions:
         calib_samples: Conversations to calibrate with.
         calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context, or what memory
             allows.
+        answers: own: the model answers the conversations' prompts itself, and is calibrated on that; given: the file's answers.
         exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
@@ -67,6 +68,7 @@ class QuantizeOptions:
     persona: PersonaName = None
     calib_samples: Annotated[int, at_least(1)] = 512
     calib_tokens: Annotated[int | None, at_least(1)] = None
+    answers: Literal["own", "given"] = "own"
     exclude_layers: str = ""
     scale: str | None = None
     kv_cache: str = "none"
@@ -88,6 +90,7 @@ SETTINGS = (
     "calib_data",
     "calib_samples",
     "calib_tokens",
+    "answers",
     "persona",
     "scale",
     "force",

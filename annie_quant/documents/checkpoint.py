@@ -196,6 +196,8 @@ class CalibrationUse(msgspec.Struct):
     prefix: tokens of the prefix that saves the most, which `prefix_conversations` share.
     in_file: number of conversations in the file, of which --calib-samples takes `of`; 0 where it is
         not known.
+    own_answers: answers that the model gave itself; 0 where the file's are used.
+    given_answers: answers of the file that stayed, because the model would give them itself.
     left_out: why other conversations or answers were not used, with their number.
     """
 
@@ -208,6 +210,8 @@ class CalibrationUse(msgspec.Struct):
     prefix: int = 0
     prefix_conversations: int = 0
     in_file: int = 0
+    own_answers: int = 0
+    given_answers: int = 0
     left_out: list[str] = []
 
     def line(self) -> str:
@@ -220,6 +224,9 @@ class CalibrationUse(msgspec.Struct):
             parts.append(f"--calib-samples {self.of:,} of {self.in_file:,} in the file")
         if self.prefix:
             parts.append(f"prefix of {self.prefix:,} shared by {self.prefix_conversations:,}")
+        if self.own_answers:
+            answers = f"{self.own_answers:,} answers are the model's own"
+            parts.append(f"{answers}, {self.given_answers:,} as given, which it would write itself")
         if self.left_out:
             parts.append(f"left out: {', '.join(self.left_out)}")
         return "; ".join(parts)

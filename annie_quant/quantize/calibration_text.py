@@ -20,9 +20,10 @@ from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import CalibrationUse
 from annie_quant.offline.caches import common_prefix
-from annie_quant.offline.prompts import AnswerNotLocated, Template, answers_of_row
+from annie_quant.offline.prompts import AnswerNotLocated, ScoredAnswer, Template, answers_of_row
 from annie_quant.quantize.backend import device_and_dtype, free_memory_bytes
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
+from annie_quant.quantize.own_answers import OwnAnswers, own_answers
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 # Hidden states of all rows: a layer's inputs and outputs of two streams (rounding.py).
@@ -32,7 +33,7 @@ MIN_SHARE_OF_ROWS = 0.5
 MIN_PREFIX = 16  # tokens; shorter ones are markup that all conversations begin with
 
 
-SamplesOfRow = Callable[[Template, JsonObject, int], list[CalibrationSample]]
+AnswersOf = Callable[[Template, Sequence[ScoredAnswer]], OwnAnswers]
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,33 @@ class RowLimit:
 
 
 def read_answers(job: Job[StrategyOptions], progress: Progress) -> CalibrationText:
-    """Return one sample per assistant's answer, with its prompt, and report what is used."""
-    return _read(job, progress, answer_samples)
+    """Return one sample per assistant's answer, with its prompt, and report what is used.
+
+    The answers are the model's own (own_answers.py), unless the job takes those of the file.
+    """
+    if job.answers == "given":
+        return _read(job, progress)
+
+    def own(template: Template, given: Sequence[ScoredAnswer]) -> OwnAnswers:
+        return own_answers(job.model, template, given, progress)
+
+    return _read(job, progress, own=own)
 
 
 def read_whole_conversations(job: Job[StrategyOptions], progress: Progress) -> CalibrationText:
     """Return one sample per conversation, whose tokens all have one kind, and report what is used."""
-    return _read(job, progress, conversation_samples)
+    return _read(job, progress, whole=True)
 
 
-def _read(job: Job[StrategyOptions], progress: Progress, of_row: SamplesOfRow) -> CalibrationText:
+def _read(
+    job: Job[StrategyOptions],
+    progress: Progress,
+    whole: bool = False,
+    own: AnswersOf | None = None,
+) -> CalibrationText:
     every = read_conversations(job.conversations)
     rows = read_conversations(every, job.calib_samples)
-    text = text_of_rows(job.model, rows, job.calib_tokens, of_row, stored_positions(job))
+    text = text_of_rows(job.model, rows, job.calib_tokens, whole, stored_positions(job), own)
     text.use.in_file = len(every)
     progress.message(f"calibration: {text.use.line()}")
     return text
@@ -87,26 +102,48 @@ def text_of_rows(
     model: Path,
     rows: Sequence[JsonObject],
     calib_tokens: int | None = None,
-    of_row: SamplesOfRow | None = None,
+    whole: bool = False,
     positions: int | None = None,
+    own: AnswersOf | None = None,
 ) -> CalibrationText:
-    """Return the samples of conversations that the limits allow, one per answer unless `of_row` makes others.
+    """Return the samples of conversations that the limits allow, one per answer.
 
     calib_tokens: most tokens of a row; None: the model's context, or what memory allows.
+    whole: one sample per conversation.
+    own: returns the model's own answers; None: the answers stay as they are given.
     positions: that memory holds, by default those that are free now.
     Raises UsageError where fewer than half of the conversations can be used.
     """
     template = Template(model)
     samples: list[CalibrationSample] = []
+    given: list[ScoredAnswer] = []
+    row_of: list[int] = []
     not_located: Counter[str] = Counter()
     for number, row in enumerate(rows):
         try:
-            samples += (of_row or answer_samples)(template, row, number)
+            if whole:
+                samples.append(conversation_sample(template, row, number))
+            else:
+                answers = answers_of_row(template, row)
+                given += answers
+                row_of += [number] * len(answers)
         except AnswerNotLocated as error:
             not_located[str(error)] += 1
+    answered = own(template, given) if own else OwnAnswers(list(given), len(given), 0)
+    for number, answer in zip(row_of, answered.answers, strict=True):
+        if answer is not None:
+            samples.append(answer_sample(template, answer, number))
     limit = limit_of(model, samples, calib_tokens, positions)
     used = [sample for sample in samples if len(sample.ids) <= limit.tokens]
     use = use_of(samples, used, len(rows), limit, not_located)
+    if own:
+        use.own_answers = len(used) - answered.n_kept
+        use.given_answers = answered.n_kept
+        unfinished = answered.answers.count(None)
+        if unfinished:
+            use.left_out.append(
+                f"{unfinished} answers because the model's own is longer than {answered.limit} tokens"
+            )
     if use.conversations < MIN_SHARE_OF_ROWS * len(rows):
         raise UsageError(f"only {use.line()}", remedy(samples, limit, not_located))
     return CalibrationText(used, use)
@@ -119,30 +156,23 @@ def samples_of_rows(
     return text_of_rows(model, rows, calib_tokens).samples
 
 
-def answer_samples(template: Template, row: JsonObject, number: int) -> list[CalibrationSample]:
-    """Return the samples of one conversation. Raises AnswerNotLocated where none of its answers can be located."""
-    samples = []
-    for scored in answers_of_row(template, row):
-        answer_kinds = [kind + 1 for kind in template.classes(scored.target, scored.thinking)]
-        ids = (*scored.prompt, *scored.target[:-1])
-        kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
-        decides = tuple(template.decisions(scored.target, scored.thinking))
-        samples.append(
-            CalibrationSample(scored.category, ids, kinds, scored.target, decides, number)
-        )
-    return samples
+def answer_sample(template: Template, scored: ScoredAnswer, number: int) -> CalibrationSample:
+    """Return an answer of conversation `number` with its prompt as one sample."""
+    answer_kinds = [kind + 1 for kind in template.classes(scored.target, scored.thinking)]
+    ids = (*scored.prompt, *scored.target[:-1])
+    kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
+    decides = tuple(template.decisions(scored.target, scored.thinking))
+    return CalibrationSample(scored.category, ids, kinds, scored.target, decides, number)
 
 
-def conversation_samples(
-    template: Template, row: JsonObject, number: int
-) -> list[CalibrationSample]:
+def conversation_sample(template: Template, row: JsonObject, number: int) -> CalibrationSample:
     """Return a conversation as one sample."""
     thinking = bool(row.get("thinking"))
     text = template.render(row["messages"], row.get("tools"), thinking, False)
     ids = tuple(template.ids(text))
     if not ids:
         raise AnswerNotLocated("the chat template renders no text")
-    return [CalibrationSample("", ids, (CONTENT,) * len(ids), (), row=number)]
+    return CalibrationSample("", ids, (CONTENT,) * len(ids), (), row=number)
 
 
 # ---- the limit

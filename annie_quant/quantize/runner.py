@@ -26,7 +26,13 @@ from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
 from annie_quant.quantize.frontier import FRONTIER_PICTURE, draw_frontier
 from annie_quant.quantize.plan import QuantizationPlan, export
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, sha256_of
+from annie_quant.quantize.strategy import (
+    AnswerSource,
+    Job,
+    Strategy,
+    StrategyOptions,
+    sha256_of,
+)
 
 KV_CACHES = ("none", "fp8", "fp8_cast")  # fp8_cast, ModelOpt's name: FP8 without scales
 
@@ -60,6 +66,7 @@ def run(
     calib_data: str | os.PathLike | None = None,
     calib_samples: int = 512,
     calib_tokens: int | None = None,
+    answers: AnswerSource = "own",
     exclude: str | tuple[str, ...] = (),
     scale: str | None = None,
     force: bool = False,
@@ -75,6 +82,7 @@ def run(
 
     calib_samples: conversations that are used at most.
     calib_tokens: tokens of a conversation at most; longer ones are left out. None: the model's context, or what memory allows.
+    answers: "own": the model answers the conversations' prompts itself, greedily; "given": the file's answers are used.
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
@@ -99,6 +107,7 @@ def run(
         calib_data=Path(calib_data) if calib_data else None,
         calib_samples=calib_samples,
         calib_tokens=calib_tokens,
+        answers=answers,
         exclude=tuple(p.strip() for p in patterns if p.strip()),
         scale=scale_rule(part, scale),
         options=part.settings(options),

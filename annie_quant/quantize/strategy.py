@@ -26,6 +26,7 @@ SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.m
 KEPT_INPUTS = 4 << 30
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
+AnswerSource = Literal["own", "given"]
 
 
 def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
@@ -78,6 +79,7 @@ class Job(Generic[OptionsType]):
     calib_data: JSON lines of conversations, or None.
     calib_samples: conversations used at most.
     calib_tokens: tokens of a conversation that is used, at most; None: the model's context, or what memory allows.
+    answers: "own": the model answers the conversations' prompts itself (own_answers.py); "given": the file's answers.
     exclude: patterns of --exclude-layers.
     scale: rule by which block scales are chosen.
     options: the strategy's.
@@ -90,6 +92,7 @@ class Job(Generic[OptionsType]):
     calib_data: Path | None = None
     calib_samples: int = 512
     calib_tokens: int | None = None
+    answers: AnswerSource = "own"
     exclude: tuple[str, ...] = ()
     scale: nvfp4.Scale = "amax"
     options: OptionsType = field(default_factory=StrategyOptions)  # type: ignore[assignment]
@@ -118,6 +121,7 @@ class Job(Generic[OptionsType]):
             "settings": [
                 self.calib_samples,
                 self.calib_tokens,
+                self.answers,
                 self.exclude,
                 self.scale,
                 options,

@@ -1,0 +1,179 @@
+"""The source model's own answers to the prompts of the calibration data.
+
+A label that the model would not write calibrates it on another style than its own: Coder-0.5B, calibrated on labels, lost its bare
+text in 56 of 340 prompts, on its own answers in 19 (docs/results.md). So the source model answers the prompts itself, greedily,
+with its own template and tools. An answer that it would write anyway stays as it is: where it chooses nearly all of the tokens.
+
+One pass over the given answers decides which of them stay, and is the beginning of the others: a greedy answer equals the given one
+up to the first token that the model would not choose, and is decoded from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint.prompt_files import model_files
+from annie_quant.core.files import sha256_text
+from annie_quant.core.progress import Progress
+from annie_quant.offline.answers import (
+    ANSWERS_PER_WRITE,
+    AnswerCache,
+    TokenChoices,
+    choices_of,
+    default_cache,
+)
+from annie_quant.offline.decoding import Completion, generate
+from annie_quant.offline.engine import Engine, Row, batches
+from annie_quant.offline.loading import load
+from annie_quant.offline.prompts import ScoredAnswer, Template
+from annie_quant.quantize.backend import device_and_dtype
+
+# An answer stays where the model chooses so many of its tokens.
+MIN_SHARE_OF_OWN_TOKENS = 0.97
+# An own answer that is longer is left out, unless a given one is longer still.
+MAX_ANSWER_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class OwnAnswers:
+    """Answers that the model gives itself.
+
+    answers: in the order of the given ones; None where the model's own did not end within `limit` tokens.
+    n_kept: given answers that stay.
+    limit: most tokens of an answer.
+    """
+
+    answers: list[ScoredAnswer | None]
+    n_kept: int
+    limit: int
+
+
+def own_answers(
+    model: Path,
+    template: Template,
+    given: Sequence[ScoredAnswer],
+    progress: Progress,
+    cache: Path | None = None,
+) -> OwnAnswers:
+    """Return the model's own greedy answers to the prompts of `given`.
+
+    They are stored by model, prompt and given answer, so that a killed run goes on and a further strategy finds them.
+
+    cache: folder of the stored answers; None: annie_quant in XDG_CACHE_HOME.
+    """
+    _, dtype = device_and_dtype(ModelFolder(model))
+    limit = max([MAX_ANSWER_TOKENS, *(len(answer.target) for answer in given)])
+    key = model_files(model).sha256[:16]
+    name = f"own-answers-{key}-{str(dtype).removeprefix('torch.')}.jsonl"
+    store = AnswerCache((cache or default_cache()) / name)
+    try:
+        keys = [_answer_key(answer, limit, template.end_tokens) for answer in given]
+        missing = {
+            key: answer for key, answer in zip(keys, given, strict=True) if key not in store.answers
+        }
+        if missing:
+            _answer(model, template, missing, limit, store, progress)
+        completions = [store.answers[key] for key in keys]
+    finally:
+        store.close()
+    answers: list[ScoredAnswer | None] = []
+    for answer, completion in zip(given, completions, strict=True):
+        own = replace(answer, target=tuple(template.target(completion)))
+        answers.append(own if completion.finished else None)
+    n_kept = sum(
+        own is not None and own.target[:-1] == answer.target[:-1]
+        for own, answer in zip(answers, given, strict=True)
+    )
+    return OwnAnswers(answers, n_kept, limit)
+
+
+def _answer_key(answer: ScoredAnswer, limit: int, end_tokens: Sequence[int]) -> str:
+    """Return a hash of what determines an own answer."""
+    text = json.dumps([answer.prompt, answer.target, limit, sorted(end_tokens)])
+    return sha256_text(text)[:32]
+
+
+def _answer(
+    model: Path,
+    template: Template,
+    missing: dict[str, ScoredAnswer],
+    limit: int,
+    store: AnswerCache,
+    progress: Progress,
+) -> None:
+    """Add the own answers to the store, a part of them at a time."""
+    device, dtype = device_and_dtype(ModelFolder(model))
+    engine = Engine(load(model, dtype=dtype, device=str(device)))
+    work = list(missing.items())
+    n_done = 0
+
+    def on_finished(n: int) -> None:
+        nonlocal n_done
+        n_done += n
+        progress.update(n_done, len(work), "the model's own answers")
+
+    on_finished(0)
+    for at in range(0, len(work), ANSWERS_PER_WRITE):
+        part = work[at : at + ANSWERS_PER_WRITE]
+        completions = _complete(
+            engine, template, [answer for _, answer in part], limit, on_finished
+        )
+        store.add({key: c for (key, _), c in zip(part, completions, strict=True)})
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _complete(
+    engine: Engine,
+    template: Template,
+    given: Sequence[ScoredAnswer],
+    limit: int,
+    on_finished: Callable[[int], None],
+) -> list[Completion]:
+    """Return the greedy answers, or the given ones that stay. on_finished(n): called when n more have ended."""
+    completions: dict[int, Completion] = {}
+    unfinished: dict[int, list[int]] = {}  # index → its first tokens
+    for index, choices in _choices(engine, template, given):
+        target = list(given[index].target)
+        difference = choices.difference
+        own_tokens = sum(
+            chosen == expected for chosen, expected in zip(choices.best[:, 0], target, strict=True)
+        )
+        if difference is None or own_tokens >= MIN_SHARE_OF_OWN_TOKENS * len(target):
+            completions[index] = Completion(target[:-1], True)
+        elif difference.token in template.end_tokens:
+            completions[index] = Completion(target[: difference.index], True)
+        else:
+            unfinished[index] = [*target[: difference.index], difference.token]
+    on_finished(len(completions))
+    known = list(unfinished.values())
+    rests = generate(
+        engine,
+        [[*given[i].prompt, *tokens] for i, tokens in unfinished.items()],
+        [limit - len(tokens) for tokens in known],
+        template.end_tokens,
+        on_finished,
+        [len(tokens) for tokens in known],
+    )
+    for index, rest in zip(unfinished, rests, strict=True):
+        completions[index] = Completion(unfinished[index] + rest.tokens, rest.finished)
+    return [completions[i] for i in range(len(given))]
+
+
+def _choices(
+    engine: Engine, template: Template, given: Sequence[ScoredAnswer]
+) -> Iterator[tuple[int, TokenChoices]]:
+    """Yield for each given answer its index and what the model would choose at each of its tokens."""
+    rows = [Row(answer.prompt, answer.target) for answer in given]
+    for indices, logits in batches(engine.scores(rows), engine.compared_tokens):
+        targets = [rows[i].target for i in indices]
+        yield from zip(indices, choices_of(logits, targets, template.end_tokens), strict=True)

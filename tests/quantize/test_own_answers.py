@@ -1,0 +1,129 @@
+"""The model's own answers: those of transformers' generate, stored, with given ones that stay and long ones that are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import CALIBRATION, TINY_ANNIE
+
+from annie_quant import quantize
+from annie_quant.core.progress import SILENT
+from annie_quant.data.rows import read_conversations
+
+torch = pytest.importorskip("torch", reason="the model answers in torch")
+transformers = pytest.importorskip("transformers", reason="the model answers in transformers")
+from annie_quant.offline.prompts import ScoredAnswer, Template, answers_of_row  # noqa: E402
+from annie_quant.quantize import calibration_text, own_answers  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def template() -> Template:
+    return Template(TINY_ANNIE)
+
+
+@pytest.fixture(scope="module")
+def given(template: Template) -> list[ScoredAnswer]:
+    rows = read_conversations(CALIBRATION)[:8]
+    return [answer for row in rows for answer in answers_of_row(template, row)]
+
+
+def expected(prompt: tuple[int, ...], length: int = 64) -> list[int]:
+    """Return the answer of transformers' greedy generate."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.float32)
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def test_other_answers_are_those_of_transformers(
+    template: Template, given: list[ScoredAnswer], tmp_path: Path
+) -> None:
+    answered = own_answers.own_answers(TINY_ANNIE, template, given, SILENT, tmp_path)
+    pairs = list(zip(given, answered.answers, strict=True))
+    stayed = [own for before, own in pairs if own == before]
+    changed = [own for before, own in pairs if own is not None and own != before]
+    assert len(stayed) == answered.n_kept > 0
+    assert len(changed) >= 2
+    for own in changed[:3]:
+        assert list(own.target) == expected(own.prompt)
+
+
+def test_an_answer_that_the_model_never_gives_is_replaced(
+    template: Template, given: list[ScoredAnswer], tmp_path: Path
+) -> None:
+    first = given[0]
+    strange = tuple(template.ids("jars jars jars")) + first.target[-1:]
+    foreign = ScoredAnswer(first.category, first.prompt, strange)
+    answered = own_answers.own_answers(TINY_ANNIE, template, [foreign], SILENT, tmp_path)
+    (own,) = answered.answers
+    assert own is not None
+    assert list(own.target) == expected(first.prompt)
+    assert answered.n_kept == 0
+
+
+def test_stored_answers_need_no_model(
+    template: Template,
+    given: list[ScoredAnswer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those of a run that was killed after its first part."""
+    monkeypatch.setattr(own_answers, "ANSWERS_PER_WRITE", 4)
+    generate = own_answers.generate
+    calls = []
+
+    def killed(*arguments: Any) -> Any:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return generate(*arguments)
+
+    monkeypatch.setattr(own_answers, "generate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        own_answers.own_answers(TINY_ANNIE, template, given, SILENT, tmp_path)
+
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded, although its answers are stored")
+
+    monkeypatch.setattr(own_answers, "load", load)
+    stored = own_answers.own_answers(TINY_ANNIE, template, given[:4], SILENT, tmp_path)
+    assert None not in stored.answers
+    with pytest.raises(AssertionError, match="is loaded"):
+        own_answers.own_answers(TINY_ANNIE, template, given, SILENT, tmp_path)
+
+
+def test_answers_that_do_not_end_are_left_out_and_named(
+    given: list[ScoredAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    template = Template(TINY_ANNIE)
+    strange = tuple(template.ids("jars jars")) + given[0].target[-1:]
+    foreign = ScoredAnswer("", given[0].prompt, strange)
+    monkeypatch.setattr(own_answers, "MAX_ANSWER_TOKENS", 2)
+    longest = max(len(strange), 2)
+    assert len(expected(given[0].prompt)) > longest
+    answered = own_answers.own_answers(TINY_ANNIE, template, [foreign], SILENT, tmp_path)
+    assert answered.answers == [None]
+    assert answered.limit == longest
+
+
+def test_the_calibration_line_says_whose_answers_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    uses = {}
+    for source in ("own", "given"):
+        job = quantize.Job(
+            TINY_ANNIE,
+            tmp_path / "out",
+            CALIBRATION,
+            calib_samples=6,
+            answers=source,
+            work=tmp_path / source,
+        )
+        uses[source] = calibration_text.read_answers(job, SILENT).use
+    own = uses["own"]
+    assert own.own_answers > 0 < own.given_answers
+    assert f"{own.own_answers} answers are the model's own" in own.line()
+    assert "own" not in uses["given"].line()

@@ -198,6 +198,7 @@ class CalibrationUse(msgspec.Struct):
         not known.
     own_answers: answers that the model gave itself; 0 where the file's are used.
     given_answers: answers of the file that stayed, because the model would give them itself.
+    endless_answers: answers of the file that stayed, because the model's own did not end.
     left_out: why other conversations or answers were not used, with their number.
     """
 
@@ -212,6 +213,7 @@ class CalibrationUse(msgspec.Struct):
     in_file: int = 0
     own_answers: int = 0
     given_answers: int = 0
+    endless_answers: int = 0
     left_out: list[str] = []
 
     def line(self) -> str:
@@ -225,8 +227,11 @@ class CalibrationUse(msgspec.Struct):
         if self.prefix:
             parts.append(f"prefix of {self.prefix:,} shared by {self.prefix_conversations:,}")
         if self.own_answers:
-            answers = f"{self.own_answers:,} answers are the model's own"
-            parts.append(f"{answers}, {self.given_answers:,} as given, which it would write itself")
+            parts.append(f"{self.own_answers:,} answers are the model's own")
+        if self.given_answers:
+            parts.append(f"{self.given_answers:,} as given, which it would write itself")
+        if self.endless_answers:
+            parts.append(f"{self.endless_answers:,} as given, because its own does not end")
         if self.left_out:
             parts.append(f"left out: {', '.join(self.left_out)}")
         return "; ".join(parts)

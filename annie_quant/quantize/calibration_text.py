@@ -129,21 +129,16 @@ def text_of_rows(
                 row_of += [number] * len(answers)
         except AnswerNotLocated as error:
             not_located[str(error)] += 1
-    answered = own(template, given) if own else OwnAnswers(list(given), len(given), 0)
+    answered = own(template, given) if own else OwnAnswers(given)
     for number, answer in zip(row_of, answered.answers, strict=True):
-        if answer is not None:
-            samples.append(answer_sample(template, answer, number))
+        samples.append(answer_sample(template, answer, number))
     limit = limit_of(model, samples, calib_tokens, positions)
     used = [sample for sample in samples if len(sample.ids) <= limit.tokens]
     use = use_of(samples, used, len(rows), limit, not_located)
     if own:
-        use.own_answers = len(used) - answered.n_kept
         use.given_answers = answered.n_kept
-        unfinished = answered.answers.count(None)
-        if unfinished:
-            use.left_out.append(
-                f"{unfinished} answers because the model's own is longer than {answered.limit} tokens"
-            )
+        use.endless_answers = answered.n_endless
+        use.own_answers = len(given) - answered.n_kept - answered.n_endless
     if use.conversations < MIN_SHARE_OF_ROWS * len(rows):
         raise UsageError(f"only {use.line()}", remedy(samples, limit, not_located))
     return CalibrationText(used, use)

@@ -37,7 +37,7 @@ from annie_quant.quantize.backend import device_and_dtype
 
 # An answer stays where the model chooses so many of its tokens.
 MIN_SHARE_OF_OWN_TOKENS = 0.97
-# An own answer that is longer is left out, unless a given one is longer still.
+# Where an own answer is longer the given one stays, unless a given one is longer still: a model that repeats itself never ends.
 MAX_ANSWER_TOKENS = 512
 
 
@@ -45,14 +45,15 @@ MAX_ANSWER_TOKENS = 512
 class OwnAnswers:
     """Answers that the model gives itself.
 
-    answers: in the order of the given ones; None where the model's own did not end within `limit` tokens.
-    n_kept: given answers that stay.
-    limit: most tokens of an answer.
+    answers: in the order of the given ones.
+    n_kept: given answers that stay because the model would write them.
+    n_endless: given answers that stay because the model's own has more than `limit` tokens.
     """
 
-    answers: list[ScoredAnswer | None]
-    n_kept: int
-    limit: int
+    answers: list[ScoredAnswer]
+    n_kept: int = 0
+    n_endless: int = 0
+    limit: int = 0
 
 
 def own_answers(
@@ -83,15 +84,19 @@ def own_answers(
         completions = [store.answers[key] for key in keys]
     finally:
         store.close()
-    answers: list[ScoredAnswer | None] = []
+    answers: list[ScoredAnswer] = []
+    n_kept = 0
+    n_endless = 0
     for answer, completion in zip(given, completions, strict=True):
-        own = replace(answer, target=tuple(template.target(completion)))
-        answers.append(own if completion.finished else None)
-    n_kept = sum(
-        own is not None and own.target[:-1] == answer.target[:-1]
-        for own, answer in zip(answers, given, strict=True)
-    )
-    return OwnAnswers(answers, n_kept, limit)
+        if not completion.finished:
+            n_endless += 1
+            answers.append(answer)
+        elif completion.tokens == list(answer.target[:-1]):
+            n_kept += 1
+            answers.append(answer)
+        else:
+            answers.append(replace(answer, target=tuple(template.target(completion))))
+    return OwnAnswers(answers, n_kept, n_endless, limit)
 
 
 def _answer_key(answer: ScoredAnswer, limit: int, end_tokens: Sequence[int]) -> str:

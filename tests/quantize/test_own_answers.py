@@ -42,8 +42,9 @@ def test_other_answers_are_those_of_transformers(
     answered = own_answers.own_answers(TINY_ANNIE, template, given, SILENT, tmp_path)
     pairs = list(zip(given, answered.answers, strict=True))
     stayed = [own for before, own in pairs if own == before]
-    changed = [own for before, own in pairs if own is not None and own != before]
-    assert len(stayed) == answered.n_kept > 0
+    changed = [own for before, own in pairs if own != before]
+    assert len(stayed) == answered.n_kept + answered.n_endless
+    assert answered.n_kept > 0
     assert len(changed) >= 2
     for own in changed[:3]:
         assert list(own.target) == expected(own.prompt)
@@ -57,7 +58,6 @@ def test_an_answer_that_the_model_never_gives_is_replaced(
     foreign = ScoredAnswer(first.category, first.prompt, strange)
     answered = own_answers.own_answers(TINY_ANNIE, template, [foreign], SILENT, tmp_path)
     (own,) = answered.answers
-    assert own is not None
     assert list(own.target) == expected(first.prompt)
     assert answered.n_kept == 0
 
@@ -88,12 +88,12 @@ def test_stored_answers_need_no_model(
 
     monkeypatch.setattr(own_answers, "load", load)
     stored = own_answers.own_answers(TINY_ANNIE, template, given[:4], SILENT, tmp_path)
-    assert None not in stored.answers
+    assert len(stored.answers) == 4
     with pytest.raises(AssertionError, match="is loaded"):
         own_answers.own_answers(TINY_ANNIE, template, given, SILENT, tmp_path)
 
 
-def test_answers_that_do_not_end_are_left_out_and_named(
+def test_where_the_own_answer_does_not_end_the_given_one_stays(
     given: list[ScoredAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -104,7 +104,8 @@ def test_answers_that_do_not_end_are_left_out_and_named(
     longest = max(len(strange), 2)
     assert len(expected(given[0].prompt)) > longest
     answered = own_answers.own_answers(TINY_ANNIE, template, [foreign], SILENT, tmp_path)
-    assert answered.answers == [None]
+    assert answered.answers == [foreign]
+    assert answered.n_endless == 1
     assert answered.limit == longest
 
 

@@ -55,7 +55,7 @@ lint-python:
 lint-native:
 	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	@# not again where setup has compiled with -Werror (.ci/run)
-	@test "$$(cat $(STAMP))" = 1 || ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=80 $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
+	@test "$$(cat $(STAMP))" = 1 || ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=90-virtual $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
 
 # The measurements that need neither a GPU nor arguments; the others state theirs in their first lines.
 PERF := codec gptq nvfp4_decode overhead power report rules runtime stream

@@ -16,6 +16,7 @@ Environment variables:
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 import shlex
@@ -33,11 +34,9 @@ from setuptools.command.build_ext import build_ext
 CSRC = Path("csrc")
 # The target machine. A cross-compilation sets it with _PYTHON_HOST_PLATFORM.
 MACHINE = sysconfig.get_platform().lower().replace("amd64", "x86_64").replace("arm64", "aarch64")
-# PTX of compute_90 is for GPUs without machine code here, such as sm_100 and sm_110. Older PTX would have no clusters, which their
-# plans use.
-ARCHS = [
-    a for a in os.environ.get("ANNIE_QUANT_ARCHS", "80,89,90a,120a,121a,90-virtual").split(",") if a
-]
+# sm_90a is tested on an H200; sm_121a, a GB10, is compiled and inspected, and was not run yet. PTX of compute_90 is for all other
+# GPUs from compute capability 9.0 on, none of which was tested.
+ARCHS = [a for a in os.environ.get("ANNIE_QUANT_ARCHS", "90a,121a,90-virtual").split(",") if a]
 WERROR = os.environ.get("ANNIE_QUANT_WERROR") == "1"
 WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if WERROR else [])]
 C_FLAGS = [
@@ -146,6 +145,12 @@ def missing_prerequisite() -> str | None:
     return None
 
 
+def compiler_version() -> str:
+    """Return what the C compiler says about itself, "" if it says nothing."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
 class Build(build_ext):
     """build_ext with the flags of a file's first line, and nvcc for .cu files. All processors compile, or `--parallel N`."""
 
@@ -171,7 +176,8 @@ class Build(build_ext):
         chosen = repr(
             (
                 MACHINE,
-                os.environ.get("CFLAGS"),
+                *(os.environ.get(name) for name in ("CC", "CFLAGS")),
+                compiler_version(),
                 ext.define_macros,
                 ext.extra_compile_args,
                 ext.extra_link_args,
@@ -184,12 +190,22 @@ class Build(build_ext):
         super().build_extension(rest)
 
     def cuda_objects(self, ext: Extension) -> list[str]:
-        """Compile the .cu files that are newer than their objects for these targets, and return all objects."""
+        """Compile the .cu files that are newer than their objects, and return all objects.
+
+        Each nvcc, with its flags, has a folder of its own.
+        """
+        sources = [source for source in ext.sources if source.endswith(".cu")]
+        if not sources:
+            return []
+        version = subprocess.run([NVCC, "--version"], capture_output=True, text=True).stdout
+        flags = [os.environ.get(f"NVCC_{kind}_FLAGS", "") for kind in ("PREPEND", "APPEND")]
+        compiler = repr((NVCC, version, NVCC_FLAGS, flags)).encode()
+        folder = Path(self.build_temp, f"cuda-{hashlib.sha256(compiler).hexdigest()[:16]}")
         newest_header = max(Path(f).stat().st_mtime for f in ext.depends)
         objects = []
         commands = []
-        for source in (s for s in ext.sources if s.endswith(".cu")):
-            obj = Path(self.build_temp, "-".join(["cuda", *ARCHS]), f"{source}.o")
+        for source in sources:
+            obj = folder / f"{source}.o"
             objects.append(str(obj))
             if (
                 self.force

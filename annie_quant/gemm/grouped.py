@@ -40,9 +40,10 @@ EXPERTS_OUT_SCHEMA = (
     "int top_k, int tile_tokens) -> ()"
 )
 WHERE_POSSIBLE = -1  # programmatic dependence on the kernel before
-BLOCK_ROWS = (
-    256  # rows whose repacked bytes are contiguous (kBlockTiles in csrc/gemm/fragments.cuh)
-)
+# A repacked weight consists of chunks (kCols and kBlockTiles in csrc/gemm/fragments.cuh): columns of
+# a chunk, and rows whose chunks are contiguous.
+CHUNK_COLUMNS = 128
+BLOCK_ROWS = 256
 
 
 class PreparedExperts(NamedTuple):
@@ -82,8 +83,9 @@ def prepare_experts(
         raise UsageError(
             "a tensor scale of an expert is not a positive number", "annie-quant audit DIR"
         )
-    experts, n = codes.shape[:2]
-    if n % BLOCK_ROWS == 0:  # the experts' bytes follow each other, as rows of one weight
+    experts, n, bytes_of_row = codes.shape
+    # Whole blocks: the experts' bytes follow each other, as rows of one weight.
+    if n % BLOCK_ROWS == 0 and bytes_of_row * 2 % CHUNK_COLUMNS == 0:
         packed = torch_op.prepare(codes.flatten(0, 1), block_scale.flatten(0, 1), 1.0).packed.view(
             experts, -1
         )

@@ -305,7 +305,7 @@ def _hub_folder(probe: Probe) -> Path:
 
 
 CUDA_13_DRIVER = 580
-MIN_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (9, 0)
 GPU_FIELDS = ("name", "compute_cap", "driver_version")
 PROCESS_FIELDS = ("pid", "process_name", "used_memory")
 
@@ -345,7 +345,7 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
             )
         numbers = tuple(int(x) for x in capability.split(".") if x.isdigit())
         if numbers and numbers < MIN_CAPABILITY:
-            why = "this package's kernels need 8.0 or newer"
+            why = "this package's kernels need 9.0 or newer"
             findings.append(note("kernels", f"compute capability {capability}", why))
     return [
         *findings,

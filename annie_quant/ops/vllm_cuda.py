@@ -30,7 +30,7 @@ SWITCH = "ANNIE_QUANT_VLLM_KERNEL"
 EXPERTS_SWITCH = "ANNIE_QUANT_VLLM_EXPERTS"
 NAME = "AnnieQuantNvFp4LinearKernel"
 MARLIN = "MarlinNvFp4LinearKernel"
-LEAST_CAPABILITY = 80
+LEAST_CAPABILITY = 90
 LOGGER = "vllm.annie_quant"  # below "vllm", whose handlers print it
 
 _on_marlin: dict[str, str] = {}  # the reason of each layer that stays on Marlin
@@ -68,7 +68,7 @@ def missing() -> str:
     from annie_quant.gemm.arrays import native
 
     if not current_platform.has_device_capability(LEAST_CAPABILITY):
-        return "it needs compute capability 8.0 or newer"
+        return "it needs compute capability 9.0 or newer"
     try:
         native()
     except EnvironmentFault as fault:

@@ -79,9 +79,8 @@ int stream_is_captured(cudaStream_t stream, bool *captured) {
     return status;
 }
 
-int programmatic_possible(const aq_limits &limits, cudaStream_t stream, bool *possible) {
+int programmatic_possible(cudaStream_t stream, bool *possible) {
     *possible = false;
-    if (limits.major < 9) return 0;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     unsigned long long id;
     cudaGraph_t graph;
@@ -135,7 +134,7 @@ int ReportMemory::read() {
 
 extern "C" const char *aq_error_text(int status) {
     switch (status) {
-    case AQ_GEMM_NO_PLAN: return "no kernel of this path fits this shape on this device";
+    case AQ_GEMM_NO_PLAN: return "no kernel of this path fits this shape on this device (compute capability 9.0 or later)";
     case AQ_GEMM_NO_NATIVE: return "this device has no native FP4 instruction (it needs sm_120a or sm_121a code)";
     case AQ_GEMM_BAD_PLAN: return "the plan does not fit this product on this device";
     case AQ_GEMM_SMALL_WORKSPACE: return "the workspace has fewer bytes than the plan needs";

@@ -72,6 +72,7 @@ int aq_pointer_device(const void *pointer, int *device);
 int aq_current_limits(aq_limits *out);
 
 /* The functions with a report wait for the stream if the report is not NULL. */
+/* The bytes of a repacked weight. The size differs for all K of one number of rows, so that a product with another K is refused. */
 size_t aq_packed_bytes(int64_t n, int64_t k);
 /* report: block scales that are NaN or negative. */
 int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report,

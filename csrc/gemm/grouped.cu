@@ -117,6 +117,7 @@ const char *shape_problem(const aq_grouped_shape &s) {
 // As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
 const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
     if (const char *problem = shape_problem(s)) return problem;
+    if (const char *problem = device_problem(limits)) return problem;
     if (tiles >= 1ll << 31) return "the product has too many tiles";
     if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32)
         return grouped_skinny_problem(s, limits, plan, tiles, needs);
@@ -129,7 +130,7 @@ const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const
 extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, const aq_limits *limits, aq_grouped_plan *plan) {
     const aq_grouped_shape &s = *shape;
     aq_needs needs;
-    if (shape_problem(s) || limits->sms < 1) return AQ_GEMM_NO_PLAN;
+    if (shape_problem(s) || device_problem(*limits)) return AQ_GEMM_NO_PLAN;
     if (tile_tokens <= 32)
         for (const FewTokens &few : kFewTokens) {
             if (tile_tokens ? few.plan.tile_tokens != tile_tokens : s.pairs > few.most_per_expert * s.experts) continue;
@@ -158,15 +159,16 @@ extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const a
 extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales,
                           const int32_t *sorted_pairs, const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out,
                           const aq_grouped_shape *shape, int type, const aq_grouped_plan *plan, int pdl, void *stream) {
+    if (shape_problem(*shape)) return AQ_GEMM_BAD_PLAN;
+    if (packed_bytes % shape->experts || packed_bytes / shape->experts != (int64_t)aq_packed_bytes(shape->n, shape->k))
+        return AQ_GEMM_OTHER_SHAPE;
     DeviceState state;
     int status = current_device(&state);
     if (status) return status;
     aq_needs needs;
     if (tiles < 1 || problem_of(*shape, state.limits, *plan, tiles, &needs)) return AQ_GEMM_BAD_PLAN;
-    if (packed_bytes % shape->experts || packed_bytes / shape->experts != (int64_t)aq_packed_bytes(shape->n, shape->k))
-        return AQ_GEMM_OTHER_SHAPE;
     bool programmatic = pdl > 0;
-    if (pdl < 0 && (status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
+    if (pdl < 0 && (status = programmatic_possible((cudaStream_t)stream, &programmatic))) return status;
     const GroupedProduct p{*shape,       (const uint16_t *)x, ldx, packed, scales, sorted_pairs, tile_experts, padded, tiles, out, type,
                            programmatic, (cudaStream_t)stream};
     return plan->tile_tokens <= 32 ? run_grouped_skinny(p, *plan, state.limits, needs) : run_tiles(p, *plan, needs);

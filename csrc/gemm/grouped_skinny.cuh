@@ -115,11 +115,10 @@ template <int PAIR, bool HALF, int NT, int G, bool WHOLE>
 __device__ __forceinline__ void multiply_pair(const GroupedSkinnyArgs &a, uint32_t stage, uint32_t bar, uint32_t &parity, int lane,
                                               int next, bool more, GroupedCopies<G> &copies, SkinnyTokens<NT, WHOLE> &x,
                                               SkinnySums<NT, G> &sums) {
-    pipeline_wait<1>(bar, parity);
+    mbarrier_wait(bar, parity);
     SkinnyCodes codes;
     codes.read(stage, lane);
     if (copies.steps) copies.template issue<(PAIR + 1) % G>(a, stage + codes.all_read(a.zero), bar);
-    pipeline_commit();
     parity ^= 1;
 #pragma unroll
     for (int q = 0; q < 2; q++) {
@@ -190,7 +189,6 @@ __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) gro
     GroupedCopies<G> copies;
     copies.tile = tile, copies.group = group, copies.steps = end - begin, copies.from = a.packed;
     if (copies.steps) copies.seek(a, chunk), copies.template issue<0>(a, stage, bar);
-    pipeline_commit();
 
     GroupedTile<NT> tokens, next_tokens;
     SkinnyTokens<NT, WHOLE> x;

@@ -20,10 +20,16 @@ struct DeviceState {
 };
 int current_device(DeviceState *out);
 
+// What prevents all kernels from running on such a device, or null: they use bulk copies, clusters and programmatic dependent launch.
+inline const char *device_problem(const aq_limits &limits) {
+    if (limits.sms < 1) return "the device must have a multiprocessor";
+    return limits.major < 9 ? "the device must have compute capability 9.0 or later" : nullptr;
+}
+
 int stream_is_captured(cudaStream_t stream, bool *captured);
 // Whether a launch on this stream can depend programmatically on what precedes it: outside a capture always; in a capture if the one node
 // before it is a kernel. (After a copy, a memset or an allocation, or at a join of streams, such an edge would make the graph invalid.)
-int programmatic_possible(const aq_limits &limits, cudaStream_t stream, bool *possible);
+int programmatic_possible(cudaStream_t stream, bool *possible);
 
 // Whether compiled code for the current device has a kernel. Without it the kernel is a stub with a smaller launch bound.
 template <auto kKernel>

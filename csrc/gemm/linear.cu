@@ -66,6 +66,6 @@ extern "C" int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int6
     int status = find(m, n, k, &state, &entry);
     if (status) return status;
     bool programmatic;
-    if ((status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
+    if ((status = programmatic_possible((cudaStream_t)stream, &programmatic))) return status;
     return aq_w4a16(x, ldx, packed, tensor_scale, out, workspace, workspace_bytes, m, n, k, type, type, &entry.plan, programmatic, stream);
 }

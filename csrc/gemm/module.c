@@ -5,7 +5,7 @@
 #include <limits.h>
 #include <string.h>
 
-#include "gemm/ceiling.h"
+#include "gemm/runtime.h"
 #include "gemm/gemm.h"
 
 typedef struct {
@@ -48,7 +48,7 @@ static PyObject *py_device_count(PyObject *module, PyObject *unused) {
 static PyObject *py_device_info(PyObject *module, PyObject *args) {
     int device, status;
     aq_device d;
-    if (!PyArg_ParseTuple(args, "i", &device)) return NULL;
+    if (!PyArg_ParseTuple(args, "i:device_info", &device)) return NULL;
     CALL(status, aq_device_info(device, &d));
     if (status) return raise_status(module, status);
     return Py_BuildValue("{s:s,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K}", "name", d.name, "major", d.major, "minor", d.minor, "sms", d.sms,
@@ -59,14 +59,14 @@ static PyObject *py_device_info(PyObject *module, PyObject *args) {
 static PyObject *py_pointer_device(PyObject *module, PyObject *args) {
     unsigned long long p;
     int device = -1, status;
-    if (!PyArg_ParseTuple(args, "K", &p)) return NULL;
+    if (!PyArg_ParseTuple(args, "K:pointer_device", &p)) return NULL;
     CALL(status, aq_pointer_device(ptr(p), &device));
     return status ? raise_status(module, status) : PyLong_FromLong(device);
 }
 
 static PyObject *py_use_device(PyObject *module, PyObject *args) {
     int device, before = -1, status;
-    if (!PyArg_ParseTuple(args, "i", &device)) return NULL;
+    if (!PyArg_ParseTuple(args, "i:use_device", &device)) return NULL;
     CALL(status, aq_use_device(device, &before));
     return status ? raise_status(module, status) : PyLong_FromLong(before);
 }
@@ -74,7 +74,7 @@ static PyObject *py_use_device(PyObject *module, PyObject *args) {
 static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
     long long n, k;
     (void)module;
-    if (!PyArg_ParseTuple(args, "LL", &n, &k)) return NULL;
+    if (!PyArg_ParseTuple(args, "LL:packed_bytes", &n, &k)) return NULL;
     return PyLong_FromSize_t(aq_packed_bytes(n, k));
 }
 
@@ -90,15 +90,20 @@ static PyObject *py_repack(PyObject *module, PyObject *args) {
     long long n, k;
     int fault, status;
     aq_report report;
-    if (!PyArg_ParseTuple(args, "KKKLLiK", &codes, &scales, &packed, &n, &k, &fault, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKKLLiK:repack", &codes, &scales, &packed, &n, &k, &fault, &stream)) return NULL;
     CALL(status, aq_repack(ptr(codes), ptr(scales), ptr(packed), n, k, fault, &report, ptr(stream)));
     return report_or_none(module, status, &report);
 }
 
 /* limits: None for those of the current device, or (sms, smem_bytes, major, wgmma, native_fp4). */
 static int parse_limits(PyObject *module, PyObject *limits, aq_limits *out) {
+    if (limits != Py_None && !PyTuple_Check(limits)) {
+        PyErr_Format(PyExc_TypeError, "limits is a %s, expected None or a tuple of five (_gemm.limits)", Py_TYPE(limits)->tp_name);
+        return 0;
+    }
     if (limits != Py_None)
-        return PyArg_ParseTuple(limits, "iiipp", &out->sms, &out->smem_bytes, &out->major, &out->wgmma, &out->native_fp4);
+        return PyArg_ParseTuple(limits, "iiipp;limits must be (sms, smem_bytes, major, wgmma, native_fp4)", &out->sms, &out->smem_bytes,
+                                &out->major, &out->wgmma, &out->native_fp4);
     int status;
     CALL(status, aq_current_limits(out));
     if (status) raise_status(module, status);
@@ -156,7 +161,7 @@ static PyObject *py_plan(PyObject *module, PyObject *args) {
     PyObject *of = Py_None;
     aq_limits limits;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "LLLs|O", &m, &n, &k, &path, &of) || (number = path_number(path, 1)) < 0 ||
+    if (!PyArg_ParseTuple(args, "LLLs|O:plan", &m, &n, &k, &path, &of) || (number = path_number(path, 1)) < 0 ||
         !parse_limits(module, of, &limits))
         return NULL;
     CALL(status, aq_plan_w4a16(m, n, k, number, &limits, &p));
@@ -171,7 +176,8 @@ static PyObject *py_plan_needs(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_plan p;
     aq_needs needs;
-    if (!PyArg_ParseTuple(args, "LLLsO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p))
+    if (!PyArg_ParseTuple(args, "LLLsO!|O:plan_needs", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) ||
+        !plan_from_tuple(path, fields, &p))
         return NULL;
     if (!parse_limits(module, of, &limits)) return NULL;
     const char *problem = aq_plan_problem(m, n, k, &limits, &p, &needs);
@@ -187,8 +193,8 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     const char *path;
     PyObject *fields;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiisO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type,
-                          &out_type, &path, &PyTuple_Type, &fields, &pdl, &stream) ||
+    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiisO!iK:w4a16", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k,
+                          &x_type, &out_type, &path, &PyTuple_Type, &fields, &pdl, &stream) ||
         !plan_from_tuple(path, fields, &p))
         return NULL;
     CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, x_type, out_type, &p, pdl,
@@ -199,7 +205,7 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
 static PyObject *py_linear_workspace(PyObject *module, PyObject *args) {
     long long m, n, k;
     int64_t bytes = 0;
-    if (!PyArg_ParseTuple(args, "LLL", &m, &n, &k)) return NULL;
+    if (!PyArg_ParseTuple(args, "LLL:linear_workspace", &m, &n, &k)) return NULL;
     const int status = aq_linear_workspace(m, n, k, &bytes); /* a look-up: shorter than releasing the GIL */
     return status ? raise_status(module, status) : PyLong_FromLongLong((long long)bytes);
 }
@@ -209,8 +215,8 @@ static PyObject *py_linear(PyObject *module, PyObject *args) {
     long long ldx, packed_bytes, workspace_bytes, m, n, k;
     float scale;
     int type, status;
-    if (!PyArg_ParseTuple(args, "KLKLfKKLLLLiK", &x, &ldx, &packed, &packed_bytes, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k,
-                          &type, &stream))
+    if (!PyArg_ParseTuple(args, "KLKLfKKLLLLiK:linear", &x, &ldx, &packed, &packed_bytes, &scale, &out, &workspace, &workspace_bytes, &m,
+                          &n, &k, &type, &stream))
         return NULL;
     CALL(status,
          aq_linear(ptr(x), ldx, ptr(packed), packed_bytes, scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, type, ptr(stream)));
@@ -219,13 +225,13 @@ static PyObject *py_linear(PyObject *module, PyObject *args) {
 
 static int parse_grouped_shape(PyObject *of, aq_grouped_shape *shape) {
     long long v[5];
-    if (!PyArg_ParseTuple(of, "LLLLL", &v[0], &v[1], &v[2], &v[3], &v[4])) return 0;
+    if (!PyArg_ParseTuple(of, "LLLLL;shape must be (pairs, experts, top_k, n, k)", &v[0], &v[1], &v[2], &v[3], &v[4])) return 0;
     *shape = (aq_grouped_shape){v[0], v[1], v[2], v[3], v[4]};
     return 1;
 }
 
 static int parse_grouped_plan(PyObject *of, aq_grouped_plan *p) {
-    return PyArg_ParseTuple(of, "iiii", &p->tile_tokens, &p->cluster_size, &p->stages, &p->step_tiles);
+    return PyArg_ParseTuple(of, "iiii;fields must be four numbers", &p->tile_tokens, &p->cluster_size, &p->stages, &p->step_tiles);
 }
 
 static PyObject *py_plan_grouped(PyObject *module, PyObject *args) {
@@ -234,8 +240,8 @@ static PyObject *py_plan_grouped(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_grouped_plan p;
     int tile_tokens, status;
-    if (!PyArg_ParseTuple(args, "O!i|O", &PyTuple_Type, &of_shape, &tile_tokens, &of) || !parse_grouped_shape(of_shape, &shape) ||
-        !parse_limits(module, of, &limits))
+    if (!PyArg_ParseTuple(args, "O!i|O:plan_grouped", &PyTuple_Type, &of_shape, &tile_tokens, &of) ||
+        !parse_grouped_shape(of_shape, &shape) || !parse_limits(module, of, &limits))
         return NULL;
     CALL(status, aq_plan_grouped(&shape, tile_tokens, &limits, &p));
     return status ? raise_status(module, status) : Py_BuildValue("(iiii)", p.tile_tokens, p.cluster_size, p.stages, p.step_tiles);
@@ -247,7 +253,7 @@ static PyObject *py_grouped_needs(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_grouped_plan p;
     aq_needs needs;
-    if (!PyArg_ParseTuple(args, "O!O!|O", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) ||
+    if (!PyArg_ParseTuple(args, "O!O!|O:grouped_needs", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) ||
         !parse_grouped_shape(of_shape, &shape) || !parse_grouped_plan(fields, &p) || !parse_limits(module, of, &limits))
         return NULL;
     const char *problem = aq_grouped_problem(&shape, &limits, &p, &needs);
@@ -262,8 +268,8 @@ static PyObject *py_grouped(PyObject *module, PyObject *args) {
     PyObject *of_shape, *fields;
     aq_grouped_shape shape;
     aq_grouped_plan p;
-    if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts, &padded,
-                          &tiles, &out, &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
+    if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK:grouped", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts,
+                          &padded, &tiles, &out, &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
         !parse_grouped_shape(of_shape, &shape) || !parse_grouped_plan(fields, &p))
         return NULL;
     CALL(status, aq_grouped(ptr(x), ldx, ptr(packed), packed_bytes, ptr(scales), ptr(sorted_pairs), ptr(tile_experts), ptr(padded), tiles,
@@ -276,7 +282,7 @@ static PyObject *py_w4a4(PyObject *module, PyObject *args) {
     long long m, n, k;
     float alpha;
     int out_type, mode, fault, status;
-    if (!PyArg_ParseTuple(args, "KKKKfKLLLiiiK", &a, &sa, &w, &sw, &alpha, &out, &m, &n, &k, &out_type, &mode, &fault, &stream))
+    if (!PyArg_ParseTuple(args, "KKKKfKLLLiiiK:w4a4", &a, &sa, &w, &sw, &alpha, &out, &m, &n, &k, &out_type, &mode, &fault, &stream))
         return NULL;
     CALL(status, aq_w4a4(ptr(a), ptr(sa), ptr(w), ptr(sw), alpha, ptr(out), m, n, k, out_type, mode, fault, ptr(stream)));
     return done(module, status);
@@ -287,7 +293,7 @@ static PyObject *py_fake_quant(PyObject *module, PyObject *args) {
     long long blocks;
     float scale;
     int type, status;
-    if (!PyArg_ParseTuple(args, "KiLfKK", &x, &type, &blocks, &scale, &out, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "KiLfKK:fake_quant", &x, &type, &blocks, &scale, &out, &stream)) return NULL;
     CALL(status, aq_fake_quant(ptr(x), type, blocks, scale, ptr(out), ptr(stream)));
     return done(module, status);
 }
@@ -296,7 +302,7 @@ static PyObject *py_malloc(PyObject *module, PyObject *args) {
     long long bytes;
     void *p = NULL;
     int status;
-    if (!PyArg_ParseTuple(args, "L", &bytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "L:malloc", &bytes)) return NULL;
     CALL(status, aq_malloc(bytes, &p));
     return status ? raise_status(module, status) : PyLong_FromVoidPtr(p);
 }
@@ -305,7 +311,7 @@ static PyObject *py_copy(PyObject *module, PyObject *args) {
     unsigned long long to, from, stream;
     long long bytes;
     int status;
-    if (!PyArg_ParseTuple(args, "KKLK", &to, &from, &bytes, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKLK:copy", &to, &from, &bytes, &stream)) return NULL;
     CALL(status, aq_copy(ptr(to), ptr(from), bytes, ptr(stream)));
     return done(module, status);
 }
@@ -314,17 +320,8 @@ static PyObject *py_fill(PyObject *module, PyObject *args) {
     unsigned long long to, stream;
     long long bytes;
     int value, status;
-    if (!PyArg_ParseTuple(args, "KiLK", &to, &value, &bytes, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "KiLK:fill", &to, &value, &bytes, &stream)) return NULL;
     CALL(status, aq_fill(ptr(to), value, bytes, ptr(stream)));
-    return done(module, status);
-}
-
-static PyObject *py_read(PyObject *module, PyObject *args) {
-    unsigned long long from, sink, stream;
-    long long bytes;
-    int sms, status;
-    if (!PyArg_ParseTuple(args, "KLKiK", &from, &bytes, &sink, &sms, &stream)) return NULL;
-    CALL(status, aq_read(ptr(from), bytes, ptr(sink), sms, ptr(stream)));
     return done(module, status);
 }
 
@@ -340,7 +337,7 @@ static PyObject *py_stream_new(PyObject *module, PyObject *unused) {
 static PyObject *handle_call(PyObject *module, PyObject *args, int (*call)(void *)) {
     unsigned long long handle;
     int status;
-    if (!PyArg_ParseTuple(args, "K", &handle)) return NULL;
+    if (!PyArg_ParseTuple(args, "K:stream_new", &handle)) return NULL;
     CALL(status, call(ptr(handle)));
     return done(module, status);
 }
@@ -353,7 +350,7 @@ static PyObject *py_graph_free(PyObject *module, PyObject *args) { return handle
 static PyObject *py_stream_after(PyObject *module, PyObject *args) {
     unsigned long long stream, earlier;
     int status;
-    if (!PyArg_ParseTuple(args, "KK", &stream, &earlier)) return NULL;
+    if (!PyArg_ParseTuple(args, "KK:stream_after", &stream, &earlier)) return NULL;
     CALL(status, aq_stream_after(ptr(stream), ptr(earlier)));
     return done(module, status);
 }
@@ -362,7 +359,7 @@ static PyObject *py_capture_end(PyObject *module, PyObject *args) {
     unsigned long long stream;
     void *exec = NULL;
     int status;
-    if (!PyArg_ParseTuple(args, "K", &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "K:capture_end", &stream)) return NULL;
     CALL(status, aq_capture_end(ptr(stream), &exec));
     return status ? raise_status(module, status) : PyLong_FromVoidPtr(exec);
 }
@@ -371,7 +368,7 @@ static PyObject *py_graph_time(PyObject *module, PyObject *args) {
     unsigned long long exec, stream;
     float ms = 0;
     int status;
-    if (!PyArg_ParseTuple(args, "KK", &exec, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "KK:graph_time", &exec, &stream)) return NULL;
     CALL(status, aq_graph_time(ptr(exec), ptr(stream), &ms));
     return status ? raise_status(module, status) : PyFloat_FromDouble(ms);
 }
@@ -406,7 +403,6 @@ static PyMethodDef methods[] = {
     {"free", py_free, METH_VARARGS, "free(ptr)"},
     {"copy", py_copy, METH_VARARGS, "copy(to, from, bytes, stream)"},
     {"fill", py_fill, METH_VARARGS, "fill(to, byte, bytes, stream)"},
-    {"read", py_read, METH_VARARGS, "read(from, bytes, sink, sms, stream): only reads memory"},
     {"stream_new", py_stream_new, METH_NOARGS, "stream_new() -> stream"},
     {"stream_free", py_stream_free, METH_VARARGS, "stream_free(stream)"},
     {"stream_sync", py_stream_sync, METH_VARARGS, "stream_sync(stream)"},

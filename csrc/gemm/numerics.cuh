@@ -16,7 +16,7 @@ constexpr int kReleaseArrivals = 1;
 
 // The 8 codes of one repacked word times their two scales, as the four A registers: exact, value * 2^-8.
 __device__ __forceinline__ void decode8(uint32_t w, uint32_t scale0, uint32_t scale1, uint32_t (&a)[4]) {
-    constexpr uint32_t kMinusZero = 0x80008000u;  // a * b - 0: the only form of a product that sm_80 has
+    constexpr uint32_t kMinusZero = 0x80008000u;  // a * b - 0
 #pragma unroll
     for (int j = 0; j < 4; j++) a[j] = fma_bf16x2(field_of(w, j), j & 1 ? scale1 : scale0, kMinusZero);
 }

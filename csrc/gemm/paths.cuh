@@ -64,9 +64,6 @@ constexpr Path make_path(const char *name, const char *fields) {
                 [](const Product &product, const int *from, const aq_needs &needs) { return kRun(product, plan_of<Plan>(from), needs); }};
 }
 
-// Clusters begin with sm_90.
-inline bool cluster_possible(const aq_limits &limits, int size) { return size == 1 || limits.major >= 9; }
-
 // Resident blocks in clusters of `size`. A cluster must be inside one GPC, so some multiprocessors of a GPC stay unused.
 // From an occupancy query on an H200: 132, 132, 128, 120 (GPCs of 16 and 18). A rule, because a query is too slow here.
 inline int resident(int sms, int size) { return size <= 2 ? sms / size * size : sms / (size == 4 ? 33 : 44) * (size == 4 ? 32 : 40); }

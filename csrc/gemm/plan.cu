@@ -14,7 +14,7 @@ const char *product_problem(int64_t m, int64_t n, int64_t k, const aq_limits &li
         return "the shape must be positive, K a multiple of 16, and all below 2^31";
     const Shape shape(m, n, k);
     if ((int64_t)shape.tiles * shape.chunks >= 1ll << 31) return "the weight has too many chunks";
-    return limits.sms < 1 ? "the device must have a multiprocessor" : nullptr;
+    return device_problem(limits);
 }
 
 }  // namespace

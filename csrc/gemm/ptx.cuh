@@ -1,16 +1,11 @@
 // The PTX instructions of the kernels, one wrapper each, and nothing else. Shared memory is addressed by 32-bit addresses (smem_at).
-//
-// Instructions that sm_80 does not have are empty there or have the older form: mbarrier_wait tests instead of suspending, and a grid
-// without clusters is a cluster of one block. The source of each form is the PTX ISA's section of that name.
+// The source of each form is the PTX ISA's section of that name.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-// From sm_90 on: bulk copies, clusters, programmatic dependent launch.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define AQ_HOPPER 1
-#else
-#define AQ_HOPPER 0
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "the kernels need bulk copies, clusters and programmatic dependent launch: compute capability 9.0 or later (ANNIE_QUANT_ARCHS)"
 #endif
 // sm_90a only: the asynchronous warpgroup multiplication.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -50,19 +45,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
 }
 // Wait until the phase with this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
-#if AQ_HOPPER
-#define AQ_TRY "try_wait"
-#else
-#define AQ_TRY "test_wait"  // also takes a parity from sm_80 on
-#endif
     uint32_t done;
     do {
-        asm volatile("{ .reg .pred p; mbarrier." AQ_TRY ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(done)
                      : "r"(bar), "r"(parity)
                      : "memory");
     } while (!done);
-#undef AQ_TRY
 }
 
 // ---- asynchronous copies from global to shared memory ----
@@ -73,13 +62,7 @@ __device__ __forceinline__ void copy_async16(uint32_t to, const void *from, uint
 __device__ __forceinline__ void copy_async_arrive(uint32_t bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
-#if AQ_HOPPER
 // After the initialisation of mbarriers, before other blocks and the copy engine use them.
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Order this thread's accesses before those of the copy engine and of wgmma.
@@ -107,7 +90,6 @@ __device__ __forceinline__ void tensor_copy(uint32_t to, const void *map, int co
                  "l"(map), "r"(column), "r"(row), "r"(bar)
                  : "memory");
 }
-#endif
 
 // ---- loads and stores ----
 __device__ __forceinline__ uint4 load_shared16(uint32_t at) {
@@ -132,39 +114,24 @@ __device__ __forceinline__ uint4 load_global16(const void *p) {
 
 // A flag in global memory: what this thread and the lanes of its warp before the last __syncwarp wrote is visible to who reads it.
 __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t v) {
-#if AQ_HOPPER
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
-#endif
 }
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
     uint32_t v = 1;
-#if AQ_HOPPER
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
-#endif
     return v;
 }
 
 // ---- programmatic dependent launch ----
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if AQ_HOPPER
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void allow_next_kernel() {
-#if AQ_HOPPER
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- clusters ----
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank = 0;
-#if AQ_HOPPER
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
     return rank;
 }
-#if AQ_HOPPER
 // Arrive and publish this block's writes.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 // Arrive without publishing anything.
@@ -187,7 +154,6 @@ __device__ __forceinline__ void store_peer4(uint32_t at, float v) {
 __device__ __forceinline__ void store_peer16(uint32_t at, float x, float y, float z, float w) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-#endif
 
 // ---- arithmetic ----
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {

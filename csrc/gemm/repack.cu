@@ -1,5 +1,6 @@
 // One-time repack of a checkpoint's weight (row-major codes, linear scales) into the chunks that the kernels read.
 // Reads and writes 0.5625 bytes per weight; a thread writes one 32-bit word or one scale byte.
+#include "common/scales.h"
 #include "gemm/numerics.cuh"
 #include "gemm/launch.cuh"
 
@@ -49,14 +50,18 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, 
         const int q = t >> 6, lane = (t >> 1) & 31, h = t & 1;
         const int64_t row = row0 + (lane >> 2) + 8 * h, col = col0 + q * 64 + (lane & 3) * 16;
         const uint32_t byte = scale_byte(s, row, col);
-        if (byte >= 0x7Fu && byte != 0x80u) report_bad(report, (unsigned long long)(row * (s.k / 16) + col / 16), 1);
+        if (byte >= AQ_FIRST_INVALID_SCALE) report_bad(report, (unsigned long long)(row * (s.k / 16) + col / 16), 1);
         to[scale_at(q, lane) + h] = (uint8_t)e5m3(byte & 0x7Fu);
     }
 }
 
 }  // namespace
 
-extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) { return (size_t)row_tiles(n) * (size_t)column_chunks(k) * kChunk; }
+// Bytes that are not used follow the chunks, one per column that the last chunk lacks: so the size tells K.
+extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) {
+    const int64_t missing = (int64_t)column_chunks(k) * kCols - k;
+    return (size_t)row_tiles(n) * (size_t)column_chunks(k) * kChunk + (size_t)missing;
+}
 
 extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report,
                          void *stream) {

@@ -42,7 +42,6 @@ const char *problem(const Shape &shape, const aq_limits &limits, const SkinnyPla
     if (shape.m < 1 || shape.m > 16) return "it has more than 16 tokens";
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
-    if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
     if (plan.warp_stages != 1 && plan.warp_stages != 2) return "warp_stages must be 1 or 2";
     if (plan.step_tiles != 2 && plan.step_tiles != 4) return "step_tiles must be 2 or 4";
     if (plan.warp_stages == 2 && shape.m > 8) return "warp_stages must be 1 for more than 8 tokens";
@@ -72,7 +71,7 @@ double plan(const Shape &shape, const aq_limits &limits, SkinnyPlan *best) {
     if (shape.m > 16) return kNever;
     double best_cost = kNever;
     for (int pairs = 1; pairs <= (shape.k % kCols ? 1 : 2); pairs++)
-        for (int size = 1; size <= (limits.major >= 9 ? 2 : 1); size *= 2)  // clusters of 4 are not all resident: twice as slow
+        for (int size = 1; size <= 2; size *= 2)  // clusters of 4 are not all resident: twice as slow
             for (int waves = 1; waves <= 16; waves *= 2) {
                 const int clusters = std::min(resident(limits.sms, size) / size * waves, shape.tiles / 2);
                 if (!clusters) continue;

@@ -105,11 +105,10 @@ template <int PAIR, bool HALF, int NT, int G, int STAGES, bool WHOLE>
 __device__ __forceinline__ void multiply_pair(const SkinnyArgs &a, const SkinnyShare<G> &share, uint32_t ring, uint32_t bars, int lane,
                                               int next, bool more, SkinnyStage<STAGES> &stage, SkinnyCopies<G> &copies,
                                               SkinnyTokens<NT, WHOLE> &x, SkinnySums<NT, G> &sums) {
-    pipeline_wait<STAGES>(stage.bar, stage.parity);
+    mbarrier_wait(stage.bar, stage.parity);
     SkinnyCodes codes;
     codes.read(stage.at, lane);
     if (copies.steps) copies.template issue<(PAIR + STAGES) % G>(a, share, stage.at + codes.all_read(a.zero), stage.bar);
-    pipeline_commit();
     stage.advance(ring, bars);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
@@ -135,9 +134,7 @@ __device__ __forceinline__ void skinny_reduce(const SkinnyArgs &a, const SkinnyS
     const int items = share.groups * a.m * G, each = (items + a.cluster_size - 1) >> a.log_cluster;
     float *peer_sums = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kSkinnyWarps) * kSlot;
     const int lane_begin = share.begin(lane), lane_end = share.begin(lane + 1);  // lane i has warp i's part of the steps
-#if AQ_HOPPER
-    if (a.cluster_size > 1) cluster_wait();  // every block of the cluster has started
-#endif
+    if (a.cluster_size > 1) cluster_wait();                                      // every block of the cluster has started
     for (int item = warp; item < items; item += kSkinnyWarps) {
         const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
         const uint32_t contributors =
@@ -152,16 +149,12 @@ __device__ __forceinline__ void skinny_reduce(const SkinnyArgs &a, const SkinnyS
         } else {
             int owner = 0, mine = item;
             while (mine >= each) mine -= each, owner++;
-#if AQ_HOPPER
             store_peer4(peer_at(smem_at(peer_sums + (share.rank * each + mine) * 32 + lane), owner), sum);
-#endif
         }
     }
     if (a.cluster_size == 1) return;
-#if AQ_HOPPER
     cluster_arrive();
     cluster_wait();
-#endif
     const int first = share.rank * each, count = min(each, items - first);
 #pragma unroll 1
     for (int mine = warp; mine < count; mine += kSkinnyWarps) {
@@ -181,9 +174,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
                    bars = smem_at(smem) + kSkinnyWarps * STAGES * Shape::kStageBytes + warp * (STAGES * 8);
     float *slots = (float *)(smem + kSkinnyWarps * Shape::kRing);
     pipeline_init(bars, STAGES);
-#if AQ_HOPPER
     if (a.cluster_size > 1) cluster_arrive_relaxed();
-#endif
 
     const SkinnyShare<G> share(a);
     const int begin = share.begin(warp), end = share.begin(warp + 1);
@@ -193,10 +184,8 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     SkinnyCopies<G> copies;
     copies.group = group, copies.steps = end - begin;
     if (copies.steps) copies.seek(a, share, chunk), copies.template issue<0>(a, share, ring, bars);
-    pipeline_commit();
     if (STAGES == 2) {
         if (copies.steps) copies.template issue<G - 1>(a, share, ring + Shape::kStageBytes, bars + 8);
-        pipeline_commit();
     }
     if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
         allow_next_kernel();

@@ -12,41 +12,20 @@ inline uint32_t reciprocal(int d) { return d <= 1 ? 0u : (uint32_t)(((1ull << 32
 // x / d from the host's reciprocal(d): exact for x * d < 2^32
 __device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
 
-// ---- a warp's own pipeline: the warp issues copies for itself, before sm_90 with all its lanes ----
+// ---- a warp's own pipeline: the warp issues copies for itself ----
 __device__ __forceinline__ void pipeline_init(uint32_t bars, int count) {
-#if AQ_HOPPER
     if ((threadIdx.x & 31) < count) mbarrier_init(bars + (threadIdx.x & 31) * 8, 1);
     mbarrier_init_fence();
     async_fence_shared();
     __syncwarp();
-#endif
 }
 __device__ __forceinline__ void pipeline_copy(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
     const uint32_t lane = threadIdx.x & 31;
-#if AQ_HOPPER
     if (lane == 0) {
         mbarrier_expect(bar, bytes);
         if (bytes) bulk_copy<true>(to, from, bytes, bar);
     }
-#else
-    for (uint32_t at = lane * 16; at < bytes; at += 512) copy_async16(to + at, from + at, 16);
-#endif
 }
-__device__ __forceinline__ void pipeline_commit() {
-#if !AQ_HOPPER
-    copy_async_commit();
-#endif
-}
-template <int STAGES>
-__device__ __forceinline__ void pipeline_wait(uint32_t bar, uint32_t parity) {
-#if AQ_HOPPER
-    mbarrier_wait(bar, parity);
-#else
-    copy_async_wait<STAGES - 1>();  // of two stages in flight, the older one must be complete
-    __syncwarp();
-#endif
-}
-
 // A lane's part of a stage: its words of the two row tiles and their scales.
 struct SkinnyCodes {
     uint4 words[2][2];  // [row tile][64 columns]

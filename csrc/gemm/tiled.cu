@@ -27,7 +27,6 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const Til
     if (!with_tile(Tiles{}, plan.tile_tokens, measure)) return kNoSuchTile;
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
-    if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
     if (plan.cluster_size > shape.chunks) return "cluster_size is larger than the number of 128-column chunks";
     if (plan.stages < 2 || plan.stages > kMaxStages) return "stages must be 2 to 32";
     const int64_t tiles = ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, plan.tile_tokens);
@@ -43,7 +42,7 @@ bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, T
     for (const int tokens : tokens_of(Tiles{})) {
         if (tokens > 16 && shape.m <= tokens / 4) continue;
         const int64_t tiles = products * ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, tokens);
-        for (int size = 1; size <= (limits.major >= 9 ? kMaxSplit : 1); size *= 2) {
+        for (int size = 1; size <= kMaxSplit; size *= 2) {
             TiledPlan plan{tokens, size, 8};
             aq_needs needs;
             while (plan.stages > 1 && tiled_problem(shape, limits, plan, &needs)) plan.stages--;

@@ -54,23 +54,17 @@ using Tiles = TileList<Tokens16, Tokens64, Tokens128>;
 constexpr const char *kNoSuchTile = "tile_tokens must be 16, 64 or 128";
 
 // From sm_90 on one thread issues a bulk copy of contiguous bytes; before, every thread copies its share in 16-byte units.
-constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier, in addition to one per thread
+constexpr uint32_t kBulkArrivals = 1;  // at a full barrier, in addition to one arrival per thread
 
 __device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
-#if AQ_HOPPER
     if (threadIdx.x == 0) {
         mbarrier_expect(bar, bytes);
         bulk_copy(to, from, bytes, bar);
     }
-#else
-    for (uint32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) copy_async16(to + at, from + at, 16);
-#endif
 }
 // Four sums of the partial tile of a block of this cluster.
 __device__ __forceinline__ float4 load_part(const float *p, uint32_t rank, int cluster_size) {
-#if AQ_HOPPER
     if (cluster_size > 1) return load_peer16(peer_at(smem_at(p), rank));
-#endif
     return *(const float4 *)p;
 }
 // Store four adjacent elements of a row of `out`; columns from `n` on do not exist.
@@ -122,10 +116,8 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         for (int s = 0; s < a.stages; s++)
             mbarrier_init(smem_at(full + s), 32 * S::kWarps + kBulkArrivals),
                 mbarrier_init(smem_at(empty + s), kReleaseArrivals * S::kWarps);
-#if AQ_HOPPER
     mbarrier_init_fence();
     async_fence_shared();
-#endif
     __syncthreads();
 
     const int g = lane >> 2, l = lane & 3;
@@ -228,12 +220,8 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     }
         if (group_of_k + 1 < KS) __syncthreads();
     }
-#if AQ_HOPPER
     if (a.cluster_size > 1) cluster_arrive(), cluster_wait();
     else __syncthreads();
-#else
-    __syncthreads();
-#endif
     // The ranks divide the tokens; four rows per thread, with the ranks' sums added in order.
     const int first = tokens * rank / a.cluster_size, last = tokens * (rank + 1) / a.cluster_size;
     constexpr int kQuads = S::kBN / 4;
@@ -252,9 +240,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
             store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
         }
     }
-#if AQ_HOPPER
     if (a.cluster_size > 1) cluster_arrive_relaxed(), cluster_wait();  // no block may exit while another one reads its shared memory
-#endif
 }
 
 // Launch the kernel for tiles of one shape. blocks: of tiles and tokens, without those of a cluster.

@@ -19,7 +19,7 @@ struct Args {
     int out_type, fault;
 };
 
-__device__ float ue4m3_value(uint32_t byte) {  // like the instruction: the sign bit is ignored, 0x7F is NaN
+__device__ float ue4m3_value(uint32_t byte) {  // like the instruction: 0x7F is NaN
     const uint32_t e = (byte >> 3) & 15u, m = byte & 7u;
     if (e == 15 && m == 7) return __uint_as_float(0x7FC00000u);
     return e ? __uint_as_float((e + 120u) << 23 | m << 20) : (float)m * (1.f / 512);
@@ -61,14 +61,16 @@ __device__ void emulated(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 __device__ __forceinline__ uint32_t codes8(const uint8_t *codes, int64_t row, int64_t rows, int64_t col, int64_t k) {
     return row < rows && col < k ? __ldg((const uint32_t *)(codes + row * (k / 2) + col / 2)) : 0u;
 }
+// The instruction ignores a scale's sign, so a negative scale, which is invalid, is made NaN: then the results that use it are NaN.
+__device__ __forceinline__ uint32_t negative_as_nan(uint32_t scales) { return scales | (scales >> 7 & 0x01010101u) * 0x7Fu; }
 __device__ __forceinline__ uint32_t scales4(const uint8_t *scales, int64_t row, int64_t rows, int64_t col, int64_t k) {
     if (row >= rows) return 0u;
     const uint8_t *p = scales + row * (k / 16) + col / 16;
-    if (k % 64 == 0) return __ldg((const uint32_t *)p);
+    if (k % 64 == 0) return negative_as_nan(__ldg((const uint32_t *)p));
     uint32_t v = 0;
     for (int b = 0; b < 4; b++)
         if (col + 16 * b < k) v |= (uint32_t)p[b] << 8 * b;
-    return v;
+    return negative_as_nan(v);
 }
 
 // A warp computes 16 tokens x 64 outputs. There is no pipeline: this is a validation kernel, and shared data is in the L1.

@@ -323,7 +323,6 @@ def test_negative_controls_fail(fault, m):
 def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
     a, sa = oracle.random_weight(m, k, 5)
     w, sw = oracle.random_weight(n, k, 6)
-    sa[0, 0] |= 0x80  # the instruction ignores the sign of a scale
     arrays = [gemm.to_device(v) for v in (a, sa, w, sw)]
     out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
     gemm.w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, out, mode="emulated")
@@ -335,6 +334,23 @@ def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
             arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, out, mode="emulated", fault=fault
         )
         assert (out.host() != documented_w4a4(a, sa, w, sw)).any(), fault
+
+
+def test_a_negative_scale_makes_the_products_that_use_it_nan():
+    """The instruction ignores the sign: the result would look right."""
+    a, sa = oracle.random_weight(20, 192, 5)
+    w, sw = oracle.random_weight(40, 192, 6)
+    sa[3, 2] |= 0x80
+    sw[7, 11] |= 0x80
+    modes = ("emulated", "native") if gemm.fp4_native() else ("emulated",)
+    for mode in modes:
+        out = gemm.DeviceArray((20, 40), "float32").fill(0)
+        gemm.w4a4(
+            *map(gemm.to_device, (a, sa)), 1.0, *map(gemm.to_device, (w, sw)), 1.0, out, mode=mode
+        )
+        expected = np.zeros((20, 40), bool)
+        expected[3] = expected[:, 7] = True
+        np.testing.assert_array_equal(np.isnan(out.host()), expected, mode)
 
 
 def documented_w4a4(a, sa, w, sw):

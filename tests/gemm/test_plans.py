@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from gemm_module import DEVICES, module, needs_module
+from gemm_module import A100, DEVICES, module, needs_module
 
 from annie_quant.gemm import SkinnyPlan, TiledPlan, WgmmaPlan
 from annie_quant.gemm.plans import PATHS, TYPES, path_of
@@ -234,8 +234,10 @@ def test_a_plan_is_refused_for_a_product_that_it_cannot_compute():
         needs(halves, k=1152)
     with pytest.raises(ValueError, match="no wgmma"):
         needs(WGMMA, device="GB10")
-    with pytest.raises(ValueError, match="no clusters"):
-        needs(SKINNY._replace(cluster_size=2), device="A100")
+    with pytest.raises(ValueError, match=r"compute capability 9\.0"):
+        module.plan_needs(8, 512, 1024, "skinny", tuple(SKINNY), A100)
+    with pytest.raises(module.CudaError, match=r"compute capability 9\.0"):
+        module.plan(8, 512, 1024, "auto", A100)
     with pytest.raises(ValueError, match="too small"):
         needs(SKINNY._replace(blocks=1), n=248320, k=4096)
     for shape in ({"m": 0}, {"n": -1}, {"k": 24}, {"n": 1 << 40}):
@@ -270,6 +272,40 @@ def test_the_planner_refuses_shapes_that_no_product_has(path):
     ):
         with pytest.raises(module.CudaError, match="no kernel"):
             module.plan_grouped(shape, 0, DEVICES["H200"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ([1, 2, 3, True, False], "limits is a list, expected None or a tuple of five"),
+        ("H200", "limits is a str"),
+        ((1, 2), "limits must be"),
+    ],
+)
+def test_limits_of_another_type_are_a_type_error(limits, message):
+    """PyArg_ParseTuple of another object raises SystemError."""
+    for call in (
+        lambda: module.plan(8, 512, 1024, "auto", limits),
+        lambda: module.plan_needs(8, 512, 1024, "skinny", tuple(SKINNY), limits),
+        lambda: module.plan_grouped((64, 8, 2, 256, 512), 0, limits),
+        lambda: module.grouped_needs((64, 8, 2, 256, 512), (16, 1, 1, 2), limits),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_a_packed_weight_has_its_k():
+    """K was rounded up to 128 columns, so a product with another K of that chunk was computed."""
+    for n in (1, 32, 528):
+        sizes = [module.packed_bytes(n, k) for k in range(16, 2049, 16)]
+        assert len(set(sizes)) == len(sizes)
+        assert all(size % 16 == 0 for size in sizes), "where the next expert's weight starts"
+    size = module.packed_bytes(64, 1008)
+    with pytest.raises(module.CudaError, match="another shape"):
+        module.linear(0, 1024, 0, size, 1.0, 0, 0, 0, 1, 64, 1024, 2, 0)
+    shape = (4, 2, 1, 64, 1024)
+    with pytest.raises(module.CudaError, match="another shape"):
+        module.grouped(0, 1024, 0, 2 * size, 0, 0, 0, 0, 1, 0, shape, 2, (8, 1, 1, 2), 0, 0)
 
 
 def test_another_tuple_is_refused_as_a_plan():

@@ -140,7 +140,8 @@ def test_wrong_operands_are_refused(layer):
     operator = torch.ops.annie_quant.nvfp4_linear
     with pytest.raises(UsageError, match=r"float32.*expected float16 or bfloat16"):
         operator(tokens(2).float(), *handle)
-    for x, n in ((tokens(2), N + 64), (tokens(2)[:, : K // 2], N)):
+    # another number of rows, of columns, and of columns in the same chunk of 128
+    for x, n in ((tokens(2), N + 64), (tokens(2)[:, : K // 2], N), (tokens(2)[:, : K - 16], N)):
         with pytest.raises(RuntimeError, match="another shape"):
             operator(x, handle.packed, handle.tensor_scale, n)
     faulty = layer.scales.copy()

@@ -25,7 +25,7 @@ def prepare(
 ) -> torch_op.Prepared:
     n, k = codes.shape[0], codes.shape[1] * 2
     scales = block_scale.view(torch.uint8).numpy()
-    bad = np.argwhere((scales >= 0x7F) & (scales != 0x80))
+    bad = np.argwhere(scales >= 0x7F)
     if bad.size:
         raise ValueError(f"block_scale is NaN or negative at row {bad[0][0]}, block {bad[0][1]}")
     bytes_of = codes.numpy()
@@ -40,9 +40,9 @@ def prepare(
     )
     to_codes[:n, : k // 2], to_scales[:n, : k // 16] = bytes_of, scales
     blocks = [slice(i, i + grouped.BLOCK_ROWS) for i in range(0, rows, grouped.BLOCK_ROWS)]
-    packed = torch.from_numpy(
-        np.concatenate([part[b].ravel() for b in blocks for part in (to_codes, to_scales)])
-    )
+    parts = [part[b].ravel() for b in blocks for part in (to_codes, to_scales)]
+    unused = np.zeros(columns - k, np.uint8)  # so that the size tells K
+    packed = torch.from_numpy(np.concatenate([*parts, unused]))
     return torch_op.Prepared(packed, torch.tensor(tensor_scale, dtype=torch.float32), n)
 
 
@@ -51,7 +51,9 @@ def product(
 ) -> torch.Tensor:
     k = x.shape[-1]
     rows, columns = padded(n, k)
-    codes, scales, rest = [], [], packed.numpy()
+    size = rows * columns * 9 // 16
+    assert packed.numel() == size + columns - k, "the packed weight has another shape"
+    codes, scales, rest = [], [], packed.numpy()[:size]
     while rest.size:
         of_block = min(grouped.BLOCK_ROWS, rest.size // (columns * 9 // 16))
         split, end = of_block * columns // 2, of_block * columns * 9 // 16

@@ -34,5 +34,6 @@ needs_module = pytest.mark.skipif(
 DEVICES = {
     "H200": (132, 232448, 9, True, False),
     "GB10": (48, 101376, 12, False, True),
-    "A100": (108, 166912, 8, False, False),
+    "B200": (148, 232448, 10, False, False),
 }
+A100 = (108, 166912, 8, False, False)  # before clusters: refused

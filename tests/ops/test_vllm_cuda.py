@@ -144,7 +144,7 @@ def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(
         (lambda m: m.setattr(arrays, "native", not_built), "_gemm is not built"),
         (
             lambda m: m.setattr(vllm.platform, "has_device_capability", lambda least: False),
-            "compute capability 8.0",
+            "compute capability 9.0",
         ),
         (lambda m: m.delattr(vllm.linear, "_POSSIBLE_NVFP4_KERNELS"), "other interfaces"),
         (lambda m: m.delattr(vllm.linear, "_LINEAR_BACKEND_KERNEL_MAP"), "other interfaces"),

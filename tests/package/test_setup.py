@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 FILES = len(list((ROOT / "csrc/gemm").glob("*.cu")))
 NVCC = """#!/bin/sh
 case "$*" in *--dryrun*) echo "#$ TOP={top}" >&2; exit 0 ;; esac
+test "$1" != --version || {{ cat {top}/version; exit 0; }}
 echo "$*" >> {log}
 for last; do :; done
 gcc -c -x c /dev/null -o "$last"
@@ -34,11 +35,16 @@ def build(tmp_path: Path):
     nvcc = top / "bin/nvcc"
     nvcc.write_text(NVCC.format(top=top, log=log))
     nvcc.chmod(0o755)
+    (top / "version").write_text("release 13.0")
 
-    def run(archs: str, *options: str) -> tuple[list[str], bytes]:
+    def run(
+        archs: str, *options: str, version: str = "13.0", **settings: str
+    ) -> tuple[list[str], bytes]:
         log.write_text("")
+        (top / "version").write_text(f"release {version}")
         environment = {
             **os.environ,
+            **settings,
             "CUDA_HOME": str(top),
             "ANNIE_QUANT_ARCHS": archs,
             "ANNIE_QUANT_ONLY": "_gemm",
@@ -78,3 +84,12 @@ def test_other_targets_are_compiled_and_linked_again(build) -> None:
     assert calls == [] and b"80,86\0" in module, (
         "the objects are still there, and the module is linked from them"
     )
+
+
+def test_another_compiler_or_other_flags_compile_again(build) -> None:
+    """Objects of another nvcc, or without -Werror, were linked as if they were of this one."""
+    build("90a")
+    assert len(build("90a", version="13.1")[0]) == FILES
+    assert len(build("90a", ANNIE_QUANT_WERROR="1")[0]) == FILES
+    assert len(build("90a", NVCC_APPEND_FLAGS="-DAQ_RACECHECK")[0]) == FILES
+    assert build("90a")[0] == []

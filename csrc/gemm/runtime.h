@@ -1,13 +1,12 @@
-/* Device memory, streams, timed graphs and the read ceiling, in plain C. Status as in gemm.h. */
-#ifndef ANNIE_QUANT_GEMM_CEILING_H
-#define ANNIE_QUANT_GEMM_CEILING_H
+/* Device memory, streams and timed graphs, in plain C. Status as in gemm.h. */
+#ifndef ANNIE_QUANT_GEMM_RUNTIME_H
+#define ANNIE_QUANT_GEMM_RUNTIME_H
 
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-int aq_read(const void *from, int64_t bytes, void *sink, int sms, void *stream);
 int aq_stream_new(void **stream);
 int aq_stream_free(void *stream);
 int aq_stream_sync(void *stream);

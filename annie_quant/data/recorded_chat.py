@@ -33,7 +33,7 @@ from annie_quant.data.log_records import (
 )
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
-from annie_quant.stream.answer import MAX_NAME
+from annie_quant.stream.texts import MAX_NAME
 
 T = TypeVar("T")
 

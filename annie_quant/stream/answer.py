@@ -14,17 +14,8 @@ import msgspec
 from annie_quant.core.errors import UsageError
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject, decode_json, limited
-
-MAX_TOOL_CALLS = 1000
-MAX_NAME = 200  # characters of an id, a name, a reason
-
-
-class StreamedCall(msgspec.Struct):
-    """A tool call that is assembled from its pieces. arguments: JSON text."""
-
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
+from annie_quant.stream.calls import CallAssembler, StreamedCall
+from annie_quant.stream.texts import joined
 
 
 @dataclass(slots=True)
@@ -73,8 +64,8 @@ class StreamedAnswer:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, StreamedCall] = field(default_factory=dict)
-    arguments: dict[int, list[str]] = field(default_factory=dict)  # pieces of each call's arguments
+    calls: dict[int, StreamedCall] = field(default_factory=dict)  # when the stream has ended
+    assembler: CallAssembler = field(default_factory=CallAssembler, compare=False)
     finish_reason: str | None = None
     usage: JsonObject | None = None
     server_timings: JsonObject | None = None
@@ -87,6 +78,7 @@ class StreamedAnswer:
     done_ns: int | None = None
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
+    other_api: str | None = None  # whose events these are, if they are no chat completion's
     warnings: list[str] = field(default_factory=list)
     _read: int = -1
     _read_merged: bool = False
@@ -120,71 +112,21 @@ class StreamedAnswer:
             self.reasoning.append(content)
         return bool(content)
 
-    def add_call(
-        self, index: int, call_id: str | None, name: str | None, arguments: object, stamp: int
-    ) -> bool:
-        """Add one piece of the tool call `index`. arguments: text, or a whole object. Returns whether it has any content.
+    def add_calls(self, fragments: list[JsonObject], stamp: int) -> bool:
+        """Add the tool calls' fragments of one event. Returns whether they have any content.
 
-        Raises ValueError for more than MAX_TOOL_CALLS calls.
+        Raises ValueError for a field of another type, and for too many calls.
         """
-        if index not in self.calls and len(self.calls) >= MAX_TOOL_CALLS:
-            raise ValueError(f"more than {MAX_TOOL_CALLS} tool calls")
-        call = self.calls.setdefault(index, StreamedCall())
-        if isinstance(arguments, dict):
-            arguments = msgspec.json.encode(arguments).decode()
-        call.id = call.id or call_id
-        call.name = call.name or name or ""
-        text = text_of(arguments)
-        if text:
-            self.arguments.setdefault(index, []).append(text)
-        has_content = bool(call_id or name or arguments)
+        has_content = self.assembler.add(fragments)
         if has_content:
             self.first.setdefault("tool", stamp)
         return has_content
 
-
-# ---- fields of a server's JSON, which may have any type
-
-
-def text_of(value: object) -> str:
-    """Return the text of a string or of OpenAI's list of parts; "" for any other value."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return "".join(
-            part["text"]
-            for part in value
-            if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return ""
-
-
-def object_field(parent: JsonObject, name: str) -> JsonObject:
-    """Return a field that is an object; {} if it is missing or null. Raises ValueError for any other type."""
-    value = parent.get(name)
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise ValueError(f"{name} is not an object: {printable(str(value)[:200], 60)}")
-
-
-def object_list(parent: JsonObject, name: str) -> list[JsonObject]:
-    """Return a field that is a list of objects, as `object_field` does."""
-    value = parent.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError(f"{name} is not a list of objects: {printable(str(value)[:200], 60)}")
-    return value
-
-
-def name_field(parent: JsonObject, name: str) -> str | None:
-    """Return a field that is a short text: an id, a name, a reason. Numbers are read as text."""
-    value = parent.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise ValueError(f"{name} is not text: {printable(str(value)[:200], 60)}")
-    return str(value)[:MAX_NAME]
+    def end(self) -> None:
+        """Join what was received in pieces."""
+        self.text = [joined(self.text)] if self.text else []
+        self.reasoning = [joined(self.reasoning)] if self.reasoning else []
+        self.calls = dict(enumerate(self.assembler.result()))
 
 
 # ---- reasons of a failed request: a short cause for tables and a one-line message for people
@@ -273,22 +215,28 @@ def message_of(body: bytes) -> str:
 
 
 def error_in(value: object) -> str | None:
-    """Return the message of an error object: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}."""
+    """Return the message of an error: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}, or a list of one."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, dict):
         return None
-    error = value.get("error", value.get("detail"))
-    if error is None and value.get("object") == "error":
-        error = value
+    error = value.get("error")
+    if not error and not value.get("choices"):
+        error = value.get("detail") or _error_of_object(value)
+    if not error:
+        return None
     if isinstance(error, dict):
         error = error.get("message") or error.get("type") or error
-    elif error is None and "choices" not in value:
-        error = (
-            value["message"] if isinstance(value.get("message"), str) else None
-        )  # an object: an API's own event
-    if error is None:
-        return None
     text = error if isinstance(error, str) else msgspec.json.encode(limited(error)).decode()
     return one_line(text)
+
+
+def _error_of_object(value: JsonObject) -> object:
+    """Return an object that is an error itself, or the message of an API's own event."""
+    if value.get("object") == "error":
+        return value
+    message = value.get("message")
+    return message if isinstance(message, str) else None
 
 
 def _plain(body: bytes) -> str:

@@ -12,23 +12,30 @@ itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1)
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-from annie_quant.core.untrusted import JsonObject, decode_json, integer, limited
+from annie_quant.core.untrusted import JsonObject, integer, limited
 from annie_quant.stream.answer import (
-    MAX_NAME,
     Frame,
     StreamedAnswer,
     error_in,
     event_name,
+    field_lines,
     message_of,
+)
+from annie_quant.stream.texts import (
+    MAX_NAME,
+    decode_event,
+    joined,
     name_field,
     object_field,
     object_list,
+    split_parts,
     text_of,
 )
 
@@ -81,7 +88,10 @@ def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
     answer = StreamedAnswer()
     count = 0
     for frame in frames:
-        if frame.kind in (SILENT, BODY):
+        if frame.kind == BODY:
+            continue
+        if frame.kind == SILENT or (frame.kind == TAIL and not frame.data):
+            _stray_lines(answer, frame)
             continue
         if frame.kind == TAIL:
             _tail(answer, frame)
@@ -94,8 +104,7 @@ def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
             answer.warn("events were received after the end of the answer")
         else:
             _event(answer, frame, count)
-    for index, pieces in answer.arguments.items():
-        answer.calls[index].arguments = "".join(pieces)
+    answer.end()
     return answer
 
 
@@ -104,34 +113,64 @@ def _tail(answer: StreamedAnswer, frame: Frame) -> None:
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
         answer.warn("[DONE] was received without its blank line")
-    else:
-        answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
+        return
+    answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
+    with contextlib.suppress(ValueError):
+        _fail_with(answer, error_in(decode_event(frame.data)))
+
+
+def _stray_lines(answer: StreamedAnswer, frame: Frame) -> None:
+    """Look for an error in what is no event: llama.cpp's older field `error`, JSON without a field's name, `event: error` alone."""
+    known = (b"event", b"id", b"retry")
+    lines = [(name, value) for name, value in field_lines(frame.raw) if name not in known]
+    if frame.flags & NAMED and event_name(frame.raw) == "error":
+        _fail_with(answer, "an event named error, without data")
+    if not lines or answer.done_ns is not None:
+        return
+    name, value = lines[0]
+    whole = value if name == b"error" else frame.raw
+    try:
+        content = decode_event(whole)
+        error = error_in(content)
+    except ValueError:
+        content = None
+        error = None
+    if name == b"error":
+        error = error or error_in({"error": content}) or message_of(value)
+    _fail_with(answer, error)
+    if error is None:
+        answer.warn(f"{len(lines)} lines were received that are no event, first {frame.raw[:80]!r}")
+
+
+def _fail_with(answer: StreamedAnswer, error: str | None) -> None:
+    if error is not None:
+        answer.fail("server_error", f"error in the stream: {error}")
 
 
 def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
     if not frame.flags & NAMED and read_text_chunk(answer, frame):
         return
+    named = f"{event_name(frame.raw)} " if frame.flags & NAMED else ""
     try:
-        chunk = decode_json(frame.data)
+        chunk = decode_event(frame.data)
     except ValueError:
-        named = f"{event_name(frame.raw)} " if frame.flags & NAMED else ""
+        if named == "error ":
+            _fail_with(answer, message_of(frame.data))
         answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
         return
-    named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
-    message = error_in(chunk)
-    if named_error or (
-        message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))
-    ):
-        answer.fail("server_error", f"error in the stream: {message or message_of(frame.data)}")
-        return
+    error = error_in(chunk)
+    if named == "error ":
+        error = error or message_of(frame.data)
+    if isinstance(chunk, dict):
+        try:
+            if read_chunk(answer, chunk, frame.stamp_ns):
+                answer.token(frame, _running_count(chunk))
+        except ValueError as fault:
+            _fail_with(answer, error)
+            answer.fail("malformed", f"event {number}: {fault}")
+    _fail_with(answer, error)
     if not isinstance(chunk, dict):
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
-        return
-    try:
-        if read_chunk(answer, chunk, frame.stamp_ns):
-            answer.token(frame, _running_count(chunk))
-    except ValueError as error:
-        answer.fail("malformed", f"event {number}: {error}")
 
 
 def token_times(answer: StreamedAnswer, started_ns: int) -> TokenTimes:
@@ -222,7 +261,7 @@ def reported_tokens(answer: StreamedAnswer) -> int | None:
     return next((n for n in map(integer, counts) if n is not None), None)
 
 
-# ---- chunks of OpenAI's chat completions, as vLLM, SGLang, llama.cpp and Ollama send them
+# ---- chunks of OpenAI's chat completions, as servers send them (calls.py has the forms of tool calls)
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):
@@ -276,50 +315,93 @@ def read_text_chunk(answer: StreamedAnswer, frame: Frame) -> bool:
     return True
 
 
-def read_chunk(answer: StreamedAnswer, chunk: JsonObject, stamp: int) -> bool:
-    """Add one chunk to the answer. Returns whether it has tokens. Raises ValueError for a field of another type.
+# The first field or the type of events of other APIs, by their beginnings.
+_OTHER_APIS = {
+    "message_": "this is a stream of Anthropic's Messages API",
+    "content_block_": "this is a stream of Anthropic's Messages API",
+    "response.": "this is a stream of OpenAI's Responses API",
+}
+# Fields of a delta that are read, or that repeat or describe what is read.
+_READ = ("role", "content", "refusal", "tool_calls", "function_call", "extra_content")
+_THINKING = ("reasoning", "reasoning_content", "reasoning_text", "thinking", "reasoning_details")
+_DESCRIPTIONS = ("name", "prefix", "thinking_blocks", "annotations", "audio", "citations", "images")
+_OTHERS = ("token_ids", "provider_specific_fields")
+_DELTA_FIELDS = frozenset((*_READ, *_THINKING, *_DESCRIPTIONS, *_OTHERS))
 
-    Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
-    """
+
+def read_chunk(answer: StreamedAnswer, chunk: JsonObject, stamp: int) -> bool:
+    """Add one chunk to the answer. Returns whether it has tokens. Raises ValueError for a field of another type."""
     answer.usage = limited(object_field(chunk, "usage")) or answer.usage
     answer.server_timings = limited(object_field(chunk, "timings")) or answer.server_timings
     answer.model = answer.model or name_field(chunk, "model")
+    if "choices" not in chunk:
+        answer.other_api = answer.other_api or _other_api(chunk)
     has_token = False
     for choice in object_list(chunk, "choices"):
-        if choice.get("index"):
+        if choice.get("index") not in (None, 0, "0"):
             answer.warn("more than one choice was received: only the first is read")
             continue
-        answer.finish_reason = name_field(choice, "finish_reason") or answer.finish_reason
-        has_token |= _read_delta(answer, choice, stamp)
+        reason = name_field(choice, "finish_reason")
+        answer.finish_reason = reason or answer.finish_reason
+        has_token |= _read_choice(answer, choice, stamp)
+        error = error_in({"error": choice.get("error")})
+        if error is not None or reason == "error":
+            _fail_with(answer, error or error_in(chunk) or "the finish reason is 'error'")
     return has_token
 
 
-def _read_delta(answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
+def _other_api(chunk: JsonObject) -> str | None:
+    kind = chunk.get("type")
+    for beginning, description in _OTHER_APIS.items():
+        if isinstance(kind, str) and kind.startswith(beginning):
+            return description
+    is_ollama = "done" in chunk and ("message" in chunk or "response" in chunk)
+    return "this is a stream of Ollama's own API" if is_ollama else None
+
+
+def _read_choice(answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
+    """Add a choice's delta, or its whole message, unless that repeats what has been received."""
     delta = object_field(choice, "delta")
-    reasoning = text_of(delta.get("reasoning") or delta.get("reasoning_content"))
-    text = text_of(delta.get("content") or choice.get("text"))
-    tools = object_list(delta, "tool_calls")
-    if not tools and delta.get("function_call"):
-        tools = [{"function": delta["function_call"]}]
-    has_token = answer.add_reasoning(reasoning, stamp)
+    message = object_field(choice, "message")
+    if delta or not message:
+        return _read_delta(answer, delta, choice.get("text"), stamp)
+    has_content = bool(answer.text or answer.reasoning or answer.assembler)
+    if has_content and split_parts(message.get("content"))[0] in ("", joined(answer.text)):
+        return False
+    if has_content and choice.get("finish_reason"):
+        raise ValueError("a whole message that is not the one received before in pieces")
+    return _read_delta(answer, message, None, stamp)
+
+
+def _read_delta(answer: StreamedAnswer, delta: JsonObject, completion: object, stamp: int) -> bool:
+    text, thinking, other = split_parts(delta.get("content") or completion or delta.get("refusal"))
+    google = object_field(object_field(delta, "extra_content"), "google")
+    if google.get("thought") is True:
+        thinking = text + thinking
+        text = ""
+    given = (text_of(delta.get(name)) for name in _THINKING)
+    reasoning = next(filter(None, given), "")
+    tools = _tool_calls(delta)
+    unread = [f"a content part of type {kind!r}" for kind in other]
+    unread += [
+        f"the field {name[:MAX_NAME]!r}"
+        for name in delta
+        if name not in _DELTA_FIELDS and delta[name]
+    ]
+    for what in unread:
+        answer.warn(f"not read: {what}")
+    has_token = answer.add_reasoning(reasoning + thinking, stamp)
     has_token |= answer.add_text(text, stamp)
-    for piece in tools:
-        has_token |= _read_tool(answer, piece, stamp)
-    return has_token
+    return answer.add_calls(tools, stamp) or has_token
 
 
-def _read_tool(answer: StreamedAnswer, piece: JsonObject, stamp: int) -> bool:
-    """Add one piece of a tool call. Returns whether it has any content."""
-    index = integer(piece.get("index"))
-    call_id = name_field(piece, "id")
-    function = object_field(piece, "function")
-    if index is None:  # some servers omit it: an id begins a new call
-        index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
-    name = name_field(function, "name")
-    earlier = answer.calls.get(index)
-    if earlier and name and call_id and earlier.name and earlier.id and call_id != earlier.id:
-        index = len(answer.calls)  # some servers give every call the index 0
-    return answer.add_call(index, call_id, name, function.get("arguments"), stamp)
+def _tool_calls(delta: JsonObject) -> list[JsonObject]:
+    calls = delta.get("tool_calls")
+    if isinstance(calls, dict):  # TGI
+        return [calls]
+    if not calls and delta.get("function_call"):
+        return [{"function": delta["function_call"]}]
+    return object_list(delta, "tool_calls")
 
 
 def _running_count(chunk: JsonObject) -> int | None:

@@ -21,7 +21,8 @@ from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.stream import answer as answers
 from annie_quant.stream import decode
-from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer, event_data, joined_data
+from annie_quant.stream.answer import Frame, StreamedAnswer, event_data, joined_data
+from annie_quant.stream.texts import MAX_NAME
 
 if TYPE_CHECKING:
     import pandas
@@ -400,6 +401,19 @@ def _header(headers: Mapping[str, str], name: str) -> str | None:
     return printable(headers[name], MAX_NAME) if name in headers else None
 
 
+def _missing_content(answer: StreamedAnswer) -> str | None:
+    """Return why a stream has no answer of a chat completion; None where it has one."""
+    if answer.text or answer.reasoning or answer.calls:
+        return None
+    if answer.other_api:
+        return f"{answer.other_api}: request /v1/chat/completions instead"
+    if answer.finish_reason is None:
+        return "the stream has no answer: neither text, nor a tool call, nor a finish reason"
+    if answer.finish_reason in ("tool_calls", "function_call"):
+        return f"the stream ended with the reason {answer.finish_reason!r} and has no call"
+    return None
+
+
 def _content_encoding(headers: Mapping[str, str]) -> str | None:
     """Return the coding of a compressed answer, or None. The client sends no Accept-Encoding."""
     encoding = _header(headers, "content-encoding")
@@ -482,11 +496,8 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
         )
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
-    elif answer.finish_reason is None and not (answer.text or answer.reasoning or answer.calls):
-        answer.fail(
-            "no_events",
-            "the stream has no answer: neither text, nor a tool call, nor a finish reason",
-        )
+    elif missing := _missing_content(answer):
+        answer.fail("no_events", missing)
     elif not ended and answer.finish_reason is None:
         answer.fail(
             "truncated",

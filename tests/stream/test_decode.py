@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
+from stream_server import DONE, HEAD, RawServer, chunk, event, stream
 
 pytest.importorskip(
     "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
@@ -90,25 +90,6 @@ def test_each_time_is_that_of_its_event() -> None:
     assert fields.decode_tok_s == pytest.approx(20 / 6 * 1000)
 
 
-def test_role_only_empty_and_usage_are_not_tokens() -> None:
-    fields = decode.token_times(answer_of(*HELLO), 0)
-    assert (fields.first_content_ms, fields.last_token_ms) == (2, 3)
-    assert (
-        answer_of(
-            event({"role": "assistant", "content": ""}), event({"content": None}), DONE
-        ).token_stamps
-        == []
-    )
-
-
-def test_a_missing_count_is_estimated_and_marked() -> None:
-    answer = answer_of(
-        event({"content": "a"}), event({"content": "b"}), event({"content": "c"}, "stop"), DONE
-    )
-    fields = decode.token_times(answer, 0)
-    assert (fields.completion_tokens, fields.tokens_estimated, fields.tpot_ms) == (3, True, 1)
-
-
 def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
     answer = answer_of(
         event({"content": "a"}), event({"content": "b"}, timings={"predicted_n": 9}), DONE
@@ -157,72 +138,6 @@ def test_completions_dialect_and_other_choices() -> None:
     assert "".join(answer.text) == "yes" and "only the first" in answer.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("piece", "cause", "words"),
-    [
-        (b'event: error\ndata: {"message":"out of memory"}\n\n', "server_error", "out of memory"),
-        (b'data: {"error":{"message":"boom","type":"x","code":500}}\n\n', "server_error", "boom"),
-        (b'data: {"error":"plain"}\n\n', "server_error", "plain"),
-        (b'data: {"object":"error","message":"old vLLM"}\n\n', "server_error", "old vLLM"),
-        (b"data: {not json\n\n", "not_json", "event 2"),
-        (b"data: [1,2]\n\n", "not_json", "event 2"),
-        (b'data: "text"\n\n', "not_json", "event 2"),
-        (b"data: \xff\xfe\n\n", "not_json", "event 2"),
-    ],
-)
-def test_an_error_in_the_stream_is_an_error_of_the_request(
-    piece: bytes, cause: str, words: str
-) -> None:
-    record = record_of([event({"content": "Hi"}), piece, DONE])
-    assert (record["cause"], record["text"]) == (cause, "Hi")
-    assert words in record["error"]
-
-
-STRANGE = [
-    {"choices": None},
-    {"choices": [None, 3, {"delta": None}, {"delta": []}, {"index": "x", "delta": {"content": 5}}]},
-    {
-        "choices": [
-            {
-                "delta": {
-                    "tool_calls": [
-                        None,
-                        {"function": None},
-                        {"index": None, "function": {"name": 3}},
-                    ]
-                }
-            }
-        ]
-    },
-    {
-        "choices": [{"delta": {"content": [{"type": "text", "text": "a"}, None]}}],
-        "usage": [],
-        "timings": 3,
-    },
-    {"usage": {"completion_tokens": True}},
-]
-
-
-@pytest.mark.parametrize("value", STRANGE, ids=str)
-def test_strange_shapes_never_raise(value: dict) -> None:
-    answer = answer_of(b"data: " + json.dumps(value).encode() + b"\n\n", DONE)
-    decode.token_times(answer, 0)
-
-
-def test_calls_that_all_have_the_index_0() -> None:
-    calls = [
-        {"index": 0, "id": i, "function": {"name": "f", "arguments": f'{{"q":"{i}"}}'}}
-        for i in "ab"
-    ]
-    answer = answer_of(
-        *(event({"tool_calls": [call]}) for call in calls), event({}, "tool_calls"), DONE
-    )
-    assert [(c.id, c.arguments) for c in answer.calls.values()] == [
-        ("a", '{"q":"a"}'),
-        ("b", '{"q":"b"}'),
-    ]
-
-
 def test_how_a_stream_may_end() -> None:
     content, stop = event({"content": "Hi"}), event({}, "stop")
     assert record_of([content, stop, DONE])["warnings"] == []
@@ -248,14 +163,6 @@ def test_merged_reads_are_counted_and_flagged() -> None:
         timings = aq.stream.run([aq.stream.Request(server.url, json={})])
     assert timings.records()[0]["merged_reads"] >= 1
     assert (timings.events["flags"][:2] & decode.MERGED).all()
-
-
-def test_reads_split_inside_a_character_and_a_line_end() -> None:
-    body = b"".join(HELLO).replace(b"Hello", "Hé🦊o".encode()).replace(b"\n", b"\r\n")
-    whole = record_of([body])
-    for step in (1, 3, 50):
-        cut = record_of([body[i : i + step] for i in range(0, len(body), step)])
-        assert (cut["text"], cut["usage"], cut["error"]) == ("Hé🦊o there.", whole["usage"], None)
 
 
 def test_times_are_measured_before_decoding() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 
@@ -149,45 +148,6 @@ def test_what_http_forbids_fails_at_once(answer: bytes, words: str) -> None:
 )
 def test_truncated_answers(answer: bytes) -> None:
     assert output(answer, close=True)[0][0]["cause"] == "truncated"
-
-
-def test_statuses_without_a_body() -> None:
-    for head in (
-        b"HTTP/1.1 204 No\r\nContent-Length: 9\r\n\r\n",
-        b"HTTP/1.1 304 No\r\nTransfer-Encoding: chunked\r\n\r\n",
-    ):
-        records, server, _ = output(head, head)
-        assert [r["body_bytes"] for r in records] == [0, 0] and server.connections == 1
-    with RawServer(lambda c, r: c.sendall(OK + b"Content-Length: 99\r\n\r\n")) as server:
-        assert (
-            aq.stream.run([Request(server.url, method="HEAD", timeout_s=3)]).records()[0]["status"]
-            == 200
-        )
-
-
-def test_the_request_as_it_is_sent() -> None:
-    headers = {"X-A": "b", "X-Empty": "", "Host": "other.example", "Content-Length": "7"}
-    with RawServer(stream(HELLO)) as server:
-        urls = [server.url + "?q=a%20b&r#part", server.url.replace("/v1/chat/completions", "")]
-        aq.stream.run(
-            [
-                Request(urls[0], json={"a": 1}, headers=headers),
-                Request(urls[1]),
-                Request(urls[1], method="POST"),
-            ]
-        )
-        first, second, third = server.requests
-    lines = first.split(b"\r\n")
-    assert lines[0] == b"POST /v1/chat/completions?q=a%20b&r HTTP/1.1" and first.endswith(
-        b'\r\n\r\n{"a":1}'
-    )
-    assert [line for line in lines if line.lower().startswith(b"content-length")] == [
-        b"Content-Length: 7"
-    ]
-    assert b"Host: other.example" in lines and b"X-Empty:" in lines and b"X-A: b" in lines
-    assert second.startswith(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % server.port)
-    assert b"Content-Length" not in second and b"Content-Length: 0\r\n" in third
-    assert re.search(rb"User-Agent: annie-quant/\S+\r\n", second)
 
 
 def test_a_large_request_is_sent_completely_and_an_early_answer_is_valid() -> None:

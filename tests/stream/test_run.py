@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from randomised import examples
-from replay_server import ReplayServer
-from stream_server import HEAD, HELLO, RawServer, chunk, event, stream
+from stream_server import HELLO, RawServer, stream
 
 _stream = pytest.importorskip(
     "annie_quant._stream", reason="_stream is not built: libcurl's headers are missing"
@@ -59,15 +58,6 @@ def test_a_closed_loop_keeps_its_concurrency_and_its_order() -> None:
         r["wait_ms"] is None for r in records
     )
     assert [r["new_connection"] for r in records].count(True) == 3
-
-
-def test_fresh_connections() -> None:
-    with RawServer(stream(HELLO)) as server:
-        records = aq.stream.run(
-            [Request(server.url, json={})] * 5, fresh_connections=True
-        ).records()
-        assert server.connections == 5
-    assert all(r["new_connection"] and r["connect_ms"] > 0 for r in records)
 
 
 def test_an_open_loop_starts_on_time_with_a_slow_server() -> None:
@@ -231,44 +221,6 @@ def test_a_damaged_recording_is_refused(name: str, change, words: str, tmp_path)
     np.savez(saved, **{**arrays, name: change(arrays[name])})
     with pytest.raises(aq.errors.EnvironmentFault, match=words):
         aq.stream.Timings.load(tmp_path)
-
-
-def test_replay_gives_the_same_records_at_the_same_pace() -> None:
-    def respond(connection, request) -> None:
-        connection.sendall(HEAD)
-        for i, piece in enumerate(HELLO):
-            time.sleep(0.03 if i < 3 else 0)
-            connection.sendall(chunk(piece))
-        connection.sendall(b"0\r\n\r\n")
-
-    with RawServer(respond) as server:
-        recorded = aq.stream.run([Request(server.url, json={})] * 2)
-    with ReplayServer(recorded) as replay:
-        again = aq.stream.run([Request(replay.url, json={})] * 2)
-    for first, second in zip(recorded.records(), again.records(), strict=True):
-        for same in ("text", "usage", "finish_reason", "status", "error"):
-            assert second[same] == first[same]
-        assert second["first_content_ms"] > first["first_content_ms"] - 25, (
-            "not earlier; later on a busy machine"
-        )
-    assert again.body(0) == recorded.body(0)
-    with ReplayServer(recorded, speed=100) as replay:
-        fast = aq.stream.run([Request(replay.url, json={})]).records()[0]
-    assert fast["e2e_ms"] < 60 and fast["text"] == "Hello there."
-
-
-def test_replay_repeats_a_fault() -> None:
-    def respond(connection, request) -> None:
-        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
-        connection.close()
-
-    with RawServer(respond) as server:
-        recorded = aq.stream.run([Request(server.url, json={})])
-    with ReplayServer(recorded) as replay:
-        record = aq.stream.run([Request(replay.url, json={})]).records()[0]
-    assert (
-        record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
-    )
 
 
 @settings(max_examples=examples(25), deadline=None)

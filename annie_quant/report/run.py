@@ -210,16 +210,17 @@ class LoadedRun:
 
     def folder_of(self, model: str) -> Path | None:
         """Return the folder of a model's checkpoint; None where it is not known or not there."""
-        places = [self.folder / "models" / model]
+        folders = [self.folder / "models" / model]
         recorded = self.model(model).checkpoint
         if recorded:
-            places = [
+            name = Path(recorded).name
+            folders = [
                 Path(recorded),
                 self.folder / recorded,
-                self.folder / "models" / Path(recorded).name,
-                *places,
+                self.folder / "models" / name,
+                *folders,
             ]
-        return next((p for p in places if (p / "config.json").is_file()), None)
+        return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
@@ -419,16 +420,17 @@ def _show_verdict(
     chosen: the search's choice.
     """
     verdict = run.verdict
-    candidate = run.verdict.candidate
+    candidate = verdict.candidate
     if not verdict.sentence:
-        model = chosen or (
-            next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None
-        )
-        if model is not None and (offline := stored.get(model)) is not None:
+        model = chosen
+        if model is None and len(stored) == 1 and not run.aggregates.served:
+            model = next(iter(stored))
+        offline = stored.get(model) if model is not None else None
+        if model is not None and offline is not None:
+            loses = offline.verdict in decision.FAILING or model in run.aggregates.blocking
             run.document.verdict = documents.Verdict(
                 sentence=f"{model}: {offline.sentence}",
-                passed=offline.verdict not in decision.FAILING
-                and model not in run.aggregates.blocking,
+                passed=not loses,
                 outcome=offline.verdict,
                 badge=offline.verdict,
                 head=offline.head,
@@ -437,9 +439,8 @@ def _show_verdict(
             )
         return
     backend = decision.served_as(run.aggregates, candidate) if candidate else None
-    later = {candidate, run.aggregates.served[backend].model if backend else candidate} & set(
-        added
-    ) - {None}
+    model = run.aggregates.served[backend].model if backend else candidate
+    later = {candidate, model} & set(added) - {None}
     if later:
         name = f"eval/{next(iter(later))}.json"
         run.document.verdict = documents.Verdict(
@@ -452,10 +453,8 @@ def _show_verdict(
             caveats=verdict.caveats,
         )
     elif verdict.rule < decision.RULE:
-        verdict.caveats = [
-            *verdict.caveats,
-            f"the verdict was made by an older rule; today's rule: {JUDGE}",
-        ]
+        caveat = f"the verdict was made by an older rule; today's rule: {JUDGE}"
+        verdict.caveats = [*verdict.caveats, caveat]
 
 
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
@@ -506,21 +505,19 @@ def _add_models(run: LoadedRun) -> None:
 
 
 def _add_sides(run: LoadedRun) -> None:
-    order = list(ARITHMETICS)
-    for model in (m.name for m in run.models):
+    order = {numerics: index for index, numerics in enumerate(ARITHMETICS)}
+    for row in run.models:
+        model = row.name
         offline = run.aggregates.offline.get(model, {})
-        for numerics in sorted(offline, key=lambda k: order.index(k) if k in order else len(order)):
+        for numerics in sorted(offline, key=lambda name: order.get(name, len(order))):
             how = ARITHMETICS.get(numerics, numerics)
-            run.sides.append(
-                OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics])
-            )
+            title = f"{how} offline"
+            name = f"{model}/{numerics}"
+            run.sides.append(OfflineModel(model, name, title, how, offline[numerics]))
         for backend, data in run.aggregates.served.items():
             if data.model == model:
-                run.sides.append(
-                    ServedModel(
-                        model, backend, f"{data.runtime or 'server'} served", "served", data
-                    )
-                )
+                title = f"{data.runtime or 'server'} served"
+                run.sides.append(ServedModel(model, backend, title, "served", data))
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
@@ -536,11 +533,10 @@ def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
         "memory": not served or any(s.data.memory_bytes for s in served),
         "comparisons": not served or run.aggregates.comparisons,
     }
-    rows = [
-        Missing(part=part, **texts)
-        for part, texts in read_json(ASSETS / "missing_parts.json").items()
-    ]
-    for row in rows:
-        row.message = row.message.format(run=run.folder.name)
-        row.command = JUDGE if row.part == "verdict" and offline else row.command
-    return [row for row in rows if not there[row.part]]
+    rows = []
+    for part, texts in read_json(ASSETS / "missing_parts.json").items():
+        if not there[part]:
+            message = texts["message"].format(run=run.folder.name)
+            command = JUDGE if part == "verdict" and offline else texts["command"]
+            rows.append(Missing(part, message, command))
+    return rows

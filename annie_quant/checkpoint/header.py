@@ -1,6 +1,6 @@
-"""One safetensors file: parse and build its header, and map its tensors.
+"""One safetensors file: read and build its header, and map its tensors.
 
-Sizes and offsets are checked before data are read.
+The safetensors library checks sizes and offsets before data are read.
 
 Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of
 JSON, then the data. Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the
@@ -18,12 +18,18 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from annie_quant.checkpoint import other_formats
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import owner
+from annie_quant.core.text import printable
+from annie_quant.core.untrusted import JsonObject
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+# In the library's messages
+LARGER_FILE = "invalid header length"
+UNFILLED_FILE = "not fully covered"
+HEADER_FAULTS = ("offset", "shape", "type", "field", "covered", "invalid value", "variant")
 PREFIX_BYTES = 8
 MAX_NAME_LENGTH = 1000  # characters; the longest names in use have about 150
 
@@ -97,131 +103,63 @@ def refuse_lfs_pointer(raw: bytes, path: Path) -> None:
         raise ShardError("lfs_pointer", message, f"git -C {path.parent} lfs pull")
 
 
-def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
-    """Return the header's length in bytes, from the file's first 9 bytes.
-
-    It is checked against the file's size.
-
-    Raises ShardError for a file that is not safetensors.
-    """
-    if len(prefix) < PREFIX_BYTES:
-        raise ShardError(
-            "not_safetensors", f"{file}: {file_size} bytes, too short for a safetensors file"
-        )
-    size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if (
-        size > MAX_HEADER_BYTES
-        or size < 2
-        or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b"")
-    ):
-        raise ShardError(
-            "not_safetensors", f"{file}: not a safetensors file (it has no valid header)"
-        )
-    if PREFIX_BYTES + size > file_size:
-        message = (
-            f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
-        )
-        raise ShardError("shard_truncated", message)
-    return size
-
-
-def parse(
-    header: bytes, data_start: int, file_size: int, file: str
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors by name, in file order, and the metadata strings.
 
-    Any invalid input raises ShardError.
+    The safetensors library checks that the header is valid, and that the tensors fill the file.
+
+    Raises ShardError for what it refuses, and for names and types that are not known here.
     """
+    with path.open("rb") as file:
+        refuse_lfs_pointer(file.read(len(other_formats.LFS_PREFIX)), path)
     try:
-        entries = json.loads(header, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except _Duplicate as error:
-        raise ShardError("invalid_header", f"{file}: the header has {error} twice") from None
-    except (ValueError, RecursionError) as error:
-        raise ShardError(
-            "not_safetensors", f"{file}: the header is not JSON ({str(error)[:80]})"
-        ) from None
-    if not isinstance(entries, dict):
-        raise ShardError("not_safetensors", f"{file}: the header is not a JSON object")
-    metadata = entries.pop("__metadata__", None)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        raise ShardError("invalid_header", f"{file}: __metadata__ must map strings to strings")
-    infos = [_info(name, entry, data_start, file) for name, entry in entries.items()]
-    infos.sort(key=lambda i: (i.offset, i.size_bytes))
-    _check_extent(infos, data_start, file_size, file)
-    return {i.name: i for i in infos}, metadata
+        with safe_open(path, "numpy"):
+            pass
+    except SafetensorError as error:
+        reason = str(error).partition("header: ")[2] or str(error)
+        raise _refusal(path, printable(reason, 200)) from None
+    entries, start = _entries(path)
+    metadata = entries.pop("__metadata__", {})
+    infos = [_info(name, entry, start, path.name) for name, entry in entries.items()]
+    infos.sort(key=lambda info: (info.offset, info.size_bytes))
+    return {info.name: info for info in infos}, metadata
 
 
-class _Duplicate(ValueError):
-    pass
+def _entries(path: Path) -> tuple[JsonObject, int]:
+    """Return the header's JSON object, and the position of the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+        return json.loads(file.read(length)), PREFIX_BYTES + length
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries: dict[str, object] = {}
-    for key, value in pairs:
-        if key in entries:
-            raise _Duplicate(repr(key[:80]))
-        entries[key] = value
-    return entries
+def _refusal(path: Path, reason: str) -> ShardError:
+    """Return the error for a file that the library refuses. reason: the library's message."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        is_object = file.read(PREFIX_BYTES + 1).endswith(b"{")
+    if LARGER_FILE in reason and is_object:
+        return ShardError("shard_truncated", f"{path.name}: the file has {size} bytes: {reason}")
+    if UNFILLED_FILE in reason:
+        entries, start = _entries(path)
+        entries.pop("__metadata__", None)
+        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if end > size:
+            message = f"truncated: the header describes {end} bytes and the file has {size}"
+            return ShardError("shard_truncated", f"{path.name}: {message}")
+    is_header = any(words in reason for words in HEADER_FAULTS)
+    code = "invalid_header" if is_header else "not_safetensors"
+    return ShardError(code, f"{path.name}: not a valid safetensors file: {reason}")
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _info(name: str, entry: object, data_start: int, file: str) -> TensorInfo:
-    def invalid(reason: str) -> ShardError:
-        return ShardError("invalid_header", f"{file}: {name[:120]}: {reason}", tensor=name)
-
+def _info(name: str, entry: JsonObject, data_start: int, file: str) -> TensorInfo:
     if not name or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
         raise ShardError("invalid_header", f"{file}: {name[:120]!a} is not a tensor name")
-    if not isinstance(entry, dict):
-        raise invalid("the entry is not an object")
-    dtype = entry.get("dtype")
-    shape = entry.get("shape")
-    offsets = entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise invalid(f"dtype {str(dtype)[:40]!r} is not known")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(_is_size(n) for n in shape):
-        raise invalid(f"shape {str(shape)[:80]} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        raise invalid(f"data_offsets {str(offsets)[:80]}, expected [begin, end]")
-    begin, end = offsets
-    needed = DTYPES[dtype].itemsize
-    for n in shape:
-        needed *= n
-    if end - begin != needed:
-        raise invalid(f"{dtype} {shape} needs {needed} bytes and the offsets give {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, needed)
-
-
-def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file: str) -> None:
-    position = data_start
-    for info in infos:
-        if info.offset != position:
-            fault = (
-                "overlaps the tensor before it"
-                if info.offset < position
-                else "leaves a hole before it"
-            )
-            raise ShardError(
-                "invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name
-            )
-        position += info.size_bytes
-    if position > file_size:
-        message = (
-            f"{file}: truncated: the header describes {position} bytes and the file has {file_size}"
-        )
-        raise ShardError("shard_truncated", message, tensor=infos[-1].name if infos else "")
-    if position < file_size:
-        raise ShardError(
-            "invalid_header", f"{file}: {file_size - position} bytes after the last tensor"
-        )
+    dtype = entry["dtype"]
+    if dtype not in DTYPES:
+        message = f"{file}: {name[:120]}: dtype {dtype!r} is not known"
+        raise ShardError("invalid_header", message, tensor=name)
+    begin, end = entry["data_offsets"]
+    return TensorInfo(name, dtype, tuple(entry["shape"]), file, data_start + begin, end - begin)
 
 
 def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
@@ -248,14 +186,7 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self.size_bytes = os.fstat(file.fileno()).st_size
-                refuse_lfs_pointer(file.read(len(other_formats.LFS_PREFIX)), path)
-                file.seek(0)
-                prefix = file.read(PREFIX_BYTES + 1)
-                length = header_bytes(prefix, self.size_bytes, path.name)
-                file.seek(PREFIX_BYTES)
-                raw = file.read(length)
-                start = PREFIX_BYTES + length
-                self.tensors, self.metadata = parse(raw, start, self.size_bytes, path.name)
+                self.tensors, self.metadata = read_header(path)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             hint = (

@@ -15,9 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from randomised import examples
 
 from annie_quant.checkpoint import ModelFolder, ShardError, header, planned, write
 from annie_quant.checkpoint.shards import INDEX
@@ -131,9 +128,9 @@ def test_an_invalid_header_is_refused(tmp_path, fault):
         (b"\xff" * 100, "not_safetensors"),
         (b"PK\x03\x04" + b"\0" * 60, "not_safetensors"),
         ((50).to_bytes(8, "little") + b"{}", "shard_truncated"),
-        ((2).to_bytes(8, "little") + b"[]", "not_safetensors"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid_header"),
         ((14).to_bytes(8, "little") + b'{"a":1,"a":2 }', "invalid_header"),
-        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not_safetensors"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "invalid_header"),
     ],
 )
 def test_another_file_format_is_refused(tmp_path, content, code):
@@ -224,7 +221,7 @@ def test_an_index_with_a_missing_tensor_is_refused(tmp_path):
 
 def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
     """Flipped, cut, repeated and spliced headers: a ShardError, or tensors that are inside the file."""
-    _, raw = one(tmp_path)
+    file, raw = one(tmp_path)
     size = int.from_bytes(raw[:8], "little")
     head = bytes(raw[8 : 8 + size])
     rng = random.Random(7)
@@ -270,8 +267,9 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
             elif at < len(text) and 48 <= text[at] <= 57:
                 text[at] = rng.choice(b"0123456789-.")
         file_size = len(raw) - size + len(text)
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
         try:
-            infos, _ = header.parse(bytes(text), 8 + len(text), file_size, "x")
+            infos, _ = header.read_header(file)
         except ShardError as error:
             assert "\n" not in error.message and len(error.message) < 600
         else:
@@ -281,16 +279,6 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
                 for i in infos.values()
             )
     assert accepted  # names and metadata may change without harm
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.binary(max_size=200), st.integers(0, 1 << 40))
-def test_any_prefix_is_accepted_or_refused(raw, file_size):
-    try:
-        size = header.header_bytes(raw, file_size, "x")
-    except ShardError:
-        return
-    assert 8 + size <= file_size
 
 
 def test_a_full_disk_is_reported_before_writing(tmp_path, monkeypatch):

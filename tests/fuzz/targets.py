@@ -77,9 +77,11 @@ def safetensors(raw: bytes) -> None:
     """A shard's header: all tensors are inside the file."""
     from annie_quant.checkpoint import header
 
-    size = header.header_bytes(raw[:9], len(raw), "x")
-    start = header.PREFIX_BYTES + size
-    infos, metadata = header.parse(raw[header.PREFIX_BYTES : start], start, len(raw), "x")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        path.write_bytes(raw)
+        infos, metadata = header.read_header(path)
+    start = header.PREFIX_BYTES + int.from_bytes(raw[: header.PREFIX_BYTES], "little")
     position = start
     for info in infos.values():
         assert info.offset == position and int(np.prod(info.shape, dtype=object)) == info.elements

@@ -57,10 +57,16 @@ def check_decoder(model: QuantizedFolder, source: ModelFolder | None) -> Iterato
     """
     folder = model.folder
     yield from check_unlisted(folder)
-    lost = [*check_layers(folder, decoder_layers(model)), *check_outside(folder)]
+    lost = list(check_complete(model))
     yield from lost
     if source is not None and all(f.code != "decoder_incomplete" for f in lost):
         yield from check_source(folder, source)
+
+
+def check_complete(model: QuantizedFolder) -> Iterator[Finding]:
+    """Check that the decoder's layers are complete, and the embedding, the last norm and the head are there."""
+    yield from check_layers(model.folder, decoder_layers(model))
+    yield from check_outside(model.folder)
 
 
 def check_unlisted(folder: ModelFolder) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from annie_quant import models
 from annie_quant.checkpoint import dialects, other_formats, prompt_files
 from annie_quant.checkpoint.checks import CODES, fault, finding_of
+from annie_quant.checkpoint.checks.completeness import check_complete
 from annie_quant.checkpoint.checks.settings import KV_ENDS, unread_method
 from annie_quant.checkpoint.checks.source import same_tensor
 from annie_quant.checkpoint.dialects import QuantizedFolder
@@ -64,7 +65,7 @@ def read_input(folder: ModelFolder) -> QuantizedFolder:
     """
     model = dialects.read(folder)
     unread = unread_method(model)
-    findings = [unread] if unread else list(check_contents(model))
+    findings = [unread] if unread else [*check_contents(model), *check_complete(model)]
     for finding in findings:
         if finding.code not in NOT_REFUSED:
             raise CheckpointError(f"{folder.path}: {finding.message}", CODES[finding.code].fix)

@@ -179,10 +179,6 @@ def generate(
     run.
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
-    if n < len(who.categories):
-        raise UsageError(
-            f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation"
-        )
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
     module = teachers.find_teacher(teacher)
@@ -192,7 +188,15 @@ def generate(
         return finished
     options = options or Options()
     opened: Teacher = module.open_teacher(options, split)
-    opened.check(who)
+    all_categories = who.categories
+    who = msgspec.structs.replace(who, categories=opened.categories(who))
+    left_out = [category.name for category in all_categories if category not in who.categories]
+    if left_out and progress is not None:
+        progress.message(f"{module.NAME} writes no {', '.join(left_out)}: {who.name}'s prompt decides")
+    if n < len(who.categories):
+        raise UsageError(
+            f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation"
+        )
     forbidden = prompts_of_others(apart_from, split != "gate", who)
     # The rows depend on all of this.
     key: dict[str, object] = {"version": __version__, "teacher": module.NAME, "model": opened.model}
@@ -256,16 +260,32 @@ class _Run:
                 count = base + (index < remainder)
                 self.fill(category, count)
                 self.check_exhausted(category, count)
+            if self.teacher_name == "offline" and not self.persona.is_built_in:
+                self.fill_up()
             result = self.write()
             finished = True
         finally:
             self.journal.close(finished)
         return result
 
+    def fill_up(self) -> None:
+        """Let categories that have more conversations replace what others lack: a tool without arguments has few."""
+        for category in self.persona.categories:
+            missing = self.n - len(self.journal.rows)
+            if missing > 0:
+                self.fill(category, len(self.rows_of(category)) + missing)
+        have = len(self.journal.rows)
+        if have < MIN_VALID * self.n:
+            self.journal.close(True)  # the same command would fail again
+            raise UsageError(
+                f"the offline teacher has {have} different conversations for {self.persona.name}, and --n is {self.n}",
+                f"--n {have}, or --teacher claude-cli or openai",
+            )
+
     def check_exhausted(self, category: Category, count: int) -> None:
         """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations in all."""
         have = len(self.rows_of(category))
-        if self.teacher_name != "offline" or have >= count:
+        if self.teacher_name != "offline" or have >= count or not self.persona.is_built_in:
             return
         self.exhausted[category.name] = have
         self.n_missing += count - have

@@ -42,6 +42,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import exists, is_folder, sha256_text
 from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject, decode_json
+from annie_quant.data.prompt_rules import rules_of
 from annie_quant.documents.persona import Persona, Tool, built_in, load_persona
 from annie_quant.judge.checks.text import leaked, markdown_in
 
@@ -485,7 +486,8 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
         return [f"{persona.name} has no category {row.get('category')!r}"]
     result = []
     turns = sum(m["role"] == "user" for m in row["messages"])
-    if turns != category.turns:
+    confirmed = category.tool in rules_of(persona).confirmed
+    if turns not in (category.turns, category.turns + confirmed):
         result.append(f"{turns} user turns, expected {category.turns}")
     calls = [call for m in row["messages"] for call in m.get("tool_calls") or ()]
     called = [call["function"].get("name") for call in calls if call.get("function")]

@@ -1,45 +1,120 @@
-"""Values that fit a JSON schema, drawn with a seed: the arguments of a tool call.
+"""Values that fit a JSON schema and mean something, drawn with a seed: a call's arguments, and a tool's result.
 
-Enums, constants, examples, numbers with limits, text by pattern, format and the property's name,
-arrays, nested objects, optional properties, unions and local references ($defs) are drawn.
+Enums, constants, examples, numbers with limits, text by pattern, format and the property's name, arrays, nested objects,
+optional properties, unions and local references ($defs) are drawn. A range does not end before it begins, dates are near the
+prompt's today, and a unit is that of its quantity. The names are in assets/offline_teacher/values.json.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
+import msgspec
 import rstr
 
+from annie_quant.core.files import ASSETS
 from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.exchanges import MY_TOPICS, WORDS
+from annie_quant.data.prompt_rules import NO_RULES, PromptRules, words_of
 
 OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS = 3
 MAX_SCHEMA_DEPTH = 6
 MAX_ATTEMPTS = 30
+MAX_EQUAL_DRAWS = 5  # of the two ends of a range
 LOWEST = 1  # of numbers without limits
 HIGHEST = 90
+DAYS_AHEAD = 40  # of dates after or before today
+DATE_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y%m%d")
+TIME_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%H%M")
+MOMENT_FORMATS = ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")
+WRITTEN_FORMATS = {  # as descriptions write them
+    "yyyy-mm-ddthh:mm": "%Y-%m-%dT%H:%M",
+    "yyyy-mm-dd hh:mm": "%Y-%m-%d %H:%M",
+    "yyyy-mm-dd": "%Y-%m-%d",
+    "jjjj-mm-tt": "%Y-%m-%d",
+    "dd.mm.yyyy": "%d.%m.%Y",
+    "tt.mm.jjjj": "%d.%m.%Y",
+    "mm/dd/yyyy": "%m/%d/%Y",
+    "dd/mm/yyyy": "%d/%m/%Y",
+    "hh:mm": "%H:%M",
+}
+_EXAMPLE = re.compile(
+    r"(?:e\.g\.|for example|such as|z\. ?B\.|zum Beispiel|beispielsweise|example:)[:,]?\s*"
+    r"(?:\"([^\"]+)\"|'([^']+)'|`([^`]+)`|([\w./+-]*\w))",
+    re.IGNORECASE,
+)
 
 Schema = Mapping[str, Any]  # a JSON schema, or an OpenAI tool with one
 _NULL = {"type": "null"}
+
+
+class NamedValues(msgspec.Struct):
+    """What a property is called, and its usual values.
+
+    low, high, step: of a number. units: in which it is measured; the first one is the usual.
+    texts: # is a digit; texts_de: in German.
+    flag: the value is true or false.
+    measured: a value of whatever is measured.
+    """
+
+    words: tuple[str, ...]
+    low: float | None = None
+    high: float = 0
+    step: float = 1
+    units: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    texts_de: tuple[str, ...] = ()
+    flag: bool = False
+    measured: bool = False
+
+
+class ValueWords(msgspec.Struct):
+    """values.json. ordered: pairs of words of which the first one's value is not above the second one's."""
+
+    units_words: tuple[str, ...]
+    entries: tuple[NamedValues, ...]
+    dates: tuple[str, ...]
+    times: tuple[str, ...]
+    moments: tuple[str, ...]
+    people: tuple[str, ...]
+    codes: tuple[str, ...]
+    births: tuple[str, ...]
+    past: tuple[str, ...]
+    ordered: tuple[tuple[str, str], ...]
+
+
+VALUES = msgspec.json.decode(
+    (ASSETS / "offline_teacher" / "values.json").read_bytes(), type=ValueWords
+)
+_ENTRIES = {word: entry for entry in reversed(VALUES.entries) for word in entry.words}
 
 
 class NoValue(Exception):
     """No drawn value fits the schema."""
 
 
-def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject:
+def draw_arguments(
+    schema: Schema,
+    rng: random.Random,
+    split: str,
+    rules: PromptRules = NO_RULES,
+    about: str = "",
+) -> JsonObject:
     """Return arguments that fit a tool's parameters.
 
+    about: the tool's name and description.
     Raises NoValue where none of MAX_ATTEMPTS fits, for example because the schema refers to another
     document, which is never fetched.
     """
-    drawer = _Drawer(schema, rng, split)
+    drawer = ValueDrawer(schema, rng, split, rules, about)
     reason = None
     for _ in range(MAX_ATTEMPTS):
         try:
@@ -54,17 +129,30 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
     raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}{because}")
 
 
-class _Drawer:
+class ValueDrawer:
     """Draws values for the parts of one schema.
 
     root: the schema, to which local references refer.
     split: whose words are used.
+    about: what the values are for, in words.
     """
 
-    def __init__(self, root: Schema, rng: random.Random, split: str) -> None:
+    def __init__(
+        self,
+        root: Schema,
+        rng: random.Random,
+        split: str,
+        rules: PromptRules = NO_RULES,
+        about: str = "",
+    ) -> None:
         self.root = root
         self.rng = rng
         self.split = split
+        self.rules = rules
+        self.about = words_of(about)
+        # of the last object: what is measured, and whether it has the two ends of a way
+        self.quantity: NamedValues | None = None
+        self.travels = False
 
     def value(self, node: object, name: str = "", depth: int = 0) -> object:
         """Return a value for a part of the schema, which is that of the property `name` at this depth."""
@@ -75,7 +163,7 @@ class _Drawer:
         if "const" in node:
             return node["const"]
         if node.get("enum"):
-            return self.rng.choice(node["enum"])
+            return self._member(node["enum"], name)
         for key in ("anyOf", "oneOf"):
             if node.get(key):
                 return self.value(self._option(node, key, depth), name, depth)
@@ -88,10 +176,41 @@ class _Drawer:
         if kind == "array":
             return self._array(node, name, depth)
         if kind in ("integer", "number"):
-            return self._number(node, kind)
+            return self._number(node, kind, name)
         if kind == "boolean":
             return self.rng.random() < 0.5
         return None if kind == "null" else self._text(node, name)
+
+    def result_value(self, name: str) -> object:
+        """Return a value for a field of a result of which only the name is known."""
+        entry = self._entry(name)
+        if entry is not None and entry.flag:
+            return self.rng.random() < 0.7
+        if entry is not None and entry.low is not None:
+            kind = "integer" if entry.step % 1 == 0 else "number"
+            return self._number({}, kind, name)
+        if entry is None and not self.knows(name):
+            return f"{name[:1].upper()}-{self.rng.randint(10, 99)}"
+        return self._text({}, name)
+
+    def knows(self, name: str) -> bool:
+        """Return whether the name says what its values are."""
+        last = words_of(name)[-1:]
+        listed = (VALUES.dates, VALUES.times, VALUES.moments, VALUES.people, VALUES.codes)
+        is_listed = any(set(last) & {*words} for words in (*listed, VALUES.units_words))
+        return is_listed or self._entry(name) is not None
+
+    def note_fields(self, names: Sequence[str]) -> None:
+        """Take the quantity that is measured from names and values of a result."""
+        self.quantity = self._quantity(names)
+
+    def _member(self, members: Sequence[object], name: str) -> object:
+        """Return one of an enum, the usual unit of the quantity where it has that."""
+        if self.quantity is not None and _has(name, VALUES.units_words):
+            units = [unit.lower() for unit in self.quantity.units]
+            usual = [m for m in members if isinstance(m, str) and m.lower() in units]
+            members = usual or members
+        return self.rng.choice(members)
 
     def _option(self, node: Schema, key: str, depth: int) -> Schema:
         """Return the schema with one of its alternatives: null only where it refers to itself deeply, or has no other."""
@@ -114,85 +233,207 @@ class _Drawer:
     def _object(self, node: Schema, depth: int) -> JsonObject:
         required = set(node.get("required") or ())
         properties = node.get("properties") or {}
-        result = {}
         chosen = []
         for key in properties:
             if key in required or (depth < MAX_SCHEMA_DEPTH and self.rng.random() < OPTIONAL_SHARE):
                 chosen.append(key)
-        chosen += [key for key in required if key not in properties]
+        chosen += [key for key in node.get("required") or () if key not in properties]
+        self.quantity = self._quantity(chosen)
+        self.travels = {"from", "to"} <= {*chosen}
+        result = {}
         for key in chosen:
             result[key] = self.value(properties.get(key, {}), key, depth + 1)
+        for low, high in _ordered_pairs(chosen, self.about):
+            for _ in range(MAX_EQUAL_DRAWS):
+                if result[low] != result[high]:
+                    break
+                result[high] = self.value(properties.get(high, {}), high, depth + 1)
+        self.put_in_order(result)
         return result
+
+    def put_in_order(self, values: JsonObject) -> None:
+        """Swap the ends of ranges that end before they begin."""
+        pairs = _ordered_pairs(list(values), self.about)
+        for low, high in pairs + pairs:  # an average is between two others
+            first = _sort_key(values[low])
+            second = _sort_key(values[high])
+            if first is not None and type(first) is type(second) and first > second:
+                values[low], values[high] = values[high], values[low]
+
+    def _quantity(self, names: Sequence[str]) -> NamedValues | None:
+        """Return what is measured: the first word with a unit among the names, else in the tool's words."""
+        words = [word for name in names for word in words_of(name)] + self.about
+        entries = [_ENTRIES[word] for word in words if word in _ENTRIES]
+        return next((entry for entry in entries if entry.units), None)
 
     def _array(self, node: Schema, name: str, depth: int) -> list[object]:
         n = int(node.get("minItems", depth < MAX_SCHEMA_DEPTH))
         if depth < MAX_SCHEMA_DEPTH:
             most = min(int(node.get("maxItems", MAX_ITEMS)), n + MAX_ITEMS - 1)
             n = self.rng.randint(n, max(n, most))
-        items = [self.value(node.get("items", {}), name, depth + 1) for _ in range(n)]
+        schemas = [*node.get("prefixItems", ())[:n]]
+        schemas += [node.get("items", {})] * (n - len(schemas))
+        items = [self.value(schema, name.removesuffix("s"), depth + 1) for schema in schemas]
+        if _has(name, ("range", "interval", "between", "bereich", "zeitraum")):
+            keys = [_sort_key(item) for item in items]
+            if None not in keys and len(set(map(type, keys))) == 1:
+                items.sort(key=_sort_key)  # type: ignore[arg-type]
         if node.get("uniqueItems"):
             return list({json.dumps(item, sort_keys=True): item for item in items}.values())
         return items
 
-    def _number(self, node: Schema, kind: object) -> int | float:
+    def _number(self, node: Schema, kind: object, name: str) -> int | float:
+        low, high = self._limits(node, self._entry(name))
+        entry = self._entry(name)
+        usual = 1 if kind == "integer" else 0.5
+        if entry is not None and entry.low is not None:
+            usual = max(1, round(entry.step)) if kind == "integer" else entry.step
+        step = Decimal(str(node.get("multipleOf") or usual))
+        first = -(-Decimal(str(low)) // step)
+        last = Decimal(str(high)) // step
+        if last < first:
+            return low if kind == "number" else int(low)
+        drawn = self.rng.randint(int(first), int(last)) * step
+        return int(drawn) if drawn % 1 == 0 else float(drawn)
+
+    def _limits(self, node: Schema, entry: NamedValues | None) -> tuple[float, float]:
+        """Return the least and the highest value: the schema's, narrowed to what the name usually has."""
         low = node.get("minimum", node.get("exclusiveMinimum"))
         high = node.get("maximum", node.get("exclusiveMaximum"))
+        if entry is not None and entry.low is not None:
+            narrow_low = entry.low if low is None else max(low, entry.low)
+            narrow_high = entry.high if high is None else min(high, entry.high)
+            if narrow_low < narrow_high:
+                return narrow_low, narrow_high
         if low is None:
             low = LOWEST if high is None else min(LOWEST, high - (HIGHEST - LOWEST))
         if high is None:
             high = max(HIGHEST, low + (HIGHEST - LOWEST))
-        number = int if kind == "integer" else float
-        step = node.get("multipleOf") or (1 if kind == "integer" else 0.5)
-        first = -(-low // step)
-        last = high // step
-        if last < first:
-            return low if kind == "number" else int(low)
-        return number(self.rng.randint(int(first), int(last)) * step)
+        return low, high
+
+    def _entry(self, name: str) -> NamedValues | None:
+        """Return what the table has for a name: its last word counts most."""
+        words = words_of(name)
+        found = next((_ENTRIES[word] for word in reversed(words) if word in _ENTRIES), None)
+        if found is not None and found.flag and words[-1] not in found.words:
+            found = None
+        if found is not None and found.measured and self.quantity is not None:
+            return self.quantity
+        return found
 
     def _text(self, node: Schema, name: str) -> str:
         """Return an example of the schema, or a text by its format and name; one by its pattern where that does not match."""
-        examples = [text for text in node.get("examples") or () if isinstance(text, str)]
-        text = self.rng.choice(examples) if examples else self._word(node, name)
         pattern = node.get("pattern")
-        if pattern is None or re.search(pattern, text):
-            return text
+        texts = self._candidates(node, name)
+        for text in texts:
+            if pattern is None or re.search(pattern, text):
+                return self._fitted(text, node)
         generator = rstr.Rstr(self.rng)
         # * and + repeat up to 100 times
         return min((generator.xeger(pattern) for _ in range(3)), key=len)
 
+    def _candidates(self, node: Schema, name: str) -> list[str]:
+        """Return texts of which the first one that matches the pattern is used."""
+        examples = [text for text in node.get("examples") or () if isinstance(text, str)]
+        if examples:
+            return [self.rng.choice(examples)]
+        description = str(node.get("description") or "")
+        formats = self._moment_formats(node, name, description)
+        if formats:
+            moment = self._moment(name)
+            return [moment.strftime(form) for form in formats]
+        if _has(name, VALUES.units_words):
+            return [self.quantity.units[0] if self.quantity is not None else "pieces"]
+        example = _EXAMPLE.search(description)
+        texts = [self._word(node, name)]
+        if example is not None:
+            written = next(filter(None, example.groups()))
+            texts.insert(0, self._with_digits(re.sub(r"\d", "#", written)))
+        return texts
+
+    def _moment_formats(self, node: Schema, name: str, description: str) -> tuple[str, ...]:
+        """Return the formats that a date or a time may have; none for another text."""
+        stated = node.get("format")
+        lower = description.lower()
+        written = next((form for text, form in WRITTEN_FORMATS.items() if text in lower), None)
+        if stated is None and written is not None:
+            return (written, *DATE_FORMATS, *TIME_FORMATS)
+        last = words_of(name)[-1:]
+        bounds = {word for pair in VALUES.ordered for word in pair}
+        said = words_of(description) if set(last) & bounds else []
+        is_day = bool({*last, *said} & {*VALUES.dates})
+        is_time = bool({*last, *said} & {*VALUES.times})
+        if stated == "date-time" or (stated is None and set(last) & {*VALUES.moments}):
+            return MOMENT_FORMATS
+        if stated == "date" or (stated is None and is_day):
+            return DATE_FORMATS
+        if stated == "time" or (stated is None and is_time):
+            return TIME_FORMATS
+        # start, begin and end without more words are moments; from and to are places or people
+        open_bounds = {"start", "end", "begin", "beginn", "ende", "checkin", "checkout"}
+        is_stay = words_of(name)[:1] == ["check"] and set(last) <= {"in", "out"} and last
+        is_stay = is_stay or set(last) & {"anreise", "abreise", "arrival"}
+        if stated is None and (set(last) & open_bounds or is_stay):
+            return DATE_FORMATS
+        return ()
+
+    def _moment(self, name: str) -> datetime.datetime:
+        """Return a date near today and a time in the opening hours; long ago for a birthday, before today for a report."""
+        days = self.rng.randint(1, DAYS_AHEAD)
+        if _has(name, VALUES.births):
+            days = -self.rng.randint(20 * 365, 75 * 365)
+        elif {*self.about, *words_of(name)} & {*VALUES.past}:
+            days = -days
+        day = self.rules.today + datetime.timedelta(days=days)
+        while day.weekday() in self.rules.closed:
+            day += datetime.timedelta(days=1 if days > 0 else -1)
+        start, end = self.rules.hours
+        minute = self.rng.choice((0, 15, 30, 45))
+        time = datetime.time(self.rng.randint(start, max(start, end - 2)) % 24, minute)
+        return datetime.datetime.combine(day, time)
+
     def _word(self, node: Schema, name: str) -> str:
         rng = self.rng
         kind = node.get("format")
-        key = name.lower()
-        day = f"{rng.randint(1, 28):02d}"
-        date = f"2026-{rng.randint(1, 12):02d}-{day}"
-        time = f"{rng.randint(6, 22):02d}:{rng.choice((0, 15, 30, 45)):02d}"
+        words = words_of(name)
         who = rng.choice(WORDS.names[self.split])
-        if kind == "date" or key in ("date", "day", "birthday") or key.endswith("_date"):
-            return date
-        if kind == "date-time":
-            return f"{date}T{time}:00Z"
-        if kind == "time" or key == "time" or key.endswith("_time"):
-            return time
-        if kind == "email" or "email" in key:
+        if kind == "email" or "email" in words or words[-1:] == ["mail"]:
             return f"{who.lower()}{rng.randint(1, 99)}@example.org"
-        if kind in ("uri", "url") or key in ("url", "uri", "link"):
+        if kind in ("uri", "url") or {*words} & {"url", "uri", "link", "website"}:
             return f"https://example.org/{who.lower()}/{rng.randint(1, 999)}"
-        if key in ("room", "place", "area", "zone"):  # language: data
-            return rng.choice(WORDS.units)
-        if key in ("city", "location", "town"):
-            return rng.choice(WORDS.facts["capital"])[1]
-        if key == "country":
-            return rng.choice(WORDS.facts["capital"])[0]
-        if key in ("name", "person", "contact", "user", "recipient", "to"):
-            return who
-        if key.endswith(("_id", "number", "code")) or key in ("id", "order"):
+        entry = self._entry(name if words else str(kind or ""))
+        if kind in ("uuid", "ipv4", "hostname"):
+            entry = _ENTRIES[kind]
+        is_code = words[-1:] and words[-1] in VALUES.codes
+        if entry is not None and entry.texts and not is_code:
+            german = self.rules.language == "de" and entry.texts_de
+            return self._with_digits(rng.choice(german or entry.texts))
+        if is_code:
             number = WORDS.first_order[self.split] + rng.randint(0, 9999)
-            return f"{key[:1].upper() or 'N'}-{number}"
-        return self._topic(int(node.get("minLength", 0)), int(node.get("maxLength", 1000)))
+            return f"{name[:1].upper() or 'N'}-{number}"
+        if words == ["from"] or (words == ["to"] and self.travels):
+            return rng.choice(_ENTRIES["city"].texts)
+        if words[-1:] and words[-1] in VALUES.people:
+            return who
+        if entry is not None and entry.low is not None:
+            return str(self._number({}, "integer", name))
+        if self.rules.language == "de":
+            return rng.choice(_ENTRIES["title"].texts_de)
+        return rng.choice(MY_TOPICS[self.split])
 
-    def _topic(self, shortest: int, longest: int) -> str:
-        text = self.rng.choice(MY_TOPICS[self.split])
+    def _with_digits(self, text: str) -> str:
+        """Return a text with a digit for each #, none of which leads with zero."""
+        first = True
+        result = ""
+        for sign in text:
+            result += str(self.rng.randint(1 if first else 0, 9)) if sign == "#" else sign
+            first = sign != "#"
+        return result
+
+    def _fitted(self, text: str, node: Schema) -> str:
+        """Return the text, repeated or cut to the schema's lengths."""
+        shortest = int(node.get("minLength", 0))
+        longest = int(node.get("maxLength", 1000))
         if len(text) < shortest:
             text = (text + " ") * (shortest // (len(text) + 1) + 1)
         text = text[:longest]
@@ -227,3 +468,44 @@ class _Drawer:
 
 def _without(node: Schema, key: str) -> JsonObject:
     return {k: v for k, v in node.items() if k != key}
+
+
+def _has(name: str, words: Sequence[str]) -> bool:
+    return not set(words).isdisjoint(words_of(name))
+
+
+def _ordered_pairs(names: Sequence[str], about: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of names, such as start_date and end_date, whose values are in order.
+
+    A journey departs before it arrives; a guest arrives before departure.
+    """
+    split = {name: words_of(name) for name in names}
+    pairs = []
+    for first, second in VALUES.ordered:
+        if first == "arrival" and {*about} & {"flight", "train", "bus", "flug", "zug", "trip"}:
+            first, second = second, first
+        for low, words in split.items():
+            if first in words:
+                at = words.index(first)
+                partner = [*words[:at], second, *words[at + 1 :]]
+                pairs += [(low, high) for high, other in split.items() if other == partner]
+    return pairs
+
+
+def _format_of(text: str) -> str:
+    """Return the format of a date or a time; "" for another text."""
+    for form in (*DATE_FORMATS, *TIME_FORMATS, *MOMENT_FORMATS):
+        try:
+            datetime.datetime.strptime(text, form)
+        except ValueError:
+            continue
+        return form
+    return ""
+
+
+def _sort_key(value: object) -> Any:
+    """Return what a number, a date or a time is sorted by; None for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    form = _format_of(value) if isinstance(value, str) else ""
+    return datetime.datetime.strptime(str(value), form) if form else None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,12 +32,19 @@ from annie_quant.data.exchanges import (
     memory_exchange,
     web_exchange,
 )
+from annie_quant.data.prompt_rules import rules_of
 from annie_quant.data.schema_values import NoValue, Schema, draw_arguments
+from annie_quant.data.tool_results import draw_result
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 
+MAX_ACTION = 160  # characters of a description that a request repeats
+FROM_THE_USER = {"return": "give me", "retrieve": "give me", "fetch": "give me"}
+AND = {"en": " and ", "de": " und "}
+YES_AND_NO = {"en": ("yes", "no"), "de": ("ja", "nein")}
 ANNIE_TEMPLATES = {"search_memory": memory_exchange, "web_search": web_exchange}
 PARALLEL_SHARE = 0.1  # of requests for a tool that need two calls
+TWO_CALLS_SHARE = 0.5  # of the rows that have calls alone
 
 
 @dataclass(frozen=True)
@@ -61,12 +69,14 @@ class ToolExchange:
     """A request, the one or two (parallel) calls that it needs, and the reply after their results.
 
     fact: text of the reply that only a result contains.
+    check: the calls in a question whether to make them; "" where none must be confirmed first.
     """
 
     user: str
     calls: tuple[DrawnCall, ...]
     reply: str
     fact: str
+    check: str = ""
 
     def messages(self) -> list[ChatMessage]:
         """Return the whole exchange as messages."""
@@ -136,11 +146,49 @@ def draw_exchange(persona: Persona, tool: str, rng: random.Random, split: str) -
     one = _draw_call(persona, tool, rng, split)
     if rng.random() >= PARALLEL_SHARE:
         return one
+    return draw_second(persona, tool, rng, split, one)
+
+
+def draw_second(
+    persona: Persona, tool: str, rng: random.Random, split: str, one: ToolExchange
+) -> ToolExchange:
+    """Return an exchange with a second call of the tool; `one` where the same arguments were drawn."""
     two = _draw_call(persona, tool, rng, split)
     if two.calls[0].arguments == one.calls[0].arguments:
         return one
-    user = one.user + rng.choice(PHRASES.joiners[split]) + two.user
-    return ToolExchange(user, one.calls + two.calls, f"{one.reply} {two.reply}", one.fact)
+    joiners = PHRASES.joiners if persona.is_built_in else rules_of(persona).phrases.joiners
+    user = one.user + rng.choice(joiners[split]) + two.user
+    check = "; ".join(filter(None, (one.check, two.check)))
+    return ToolExchange(user, one.calls + two.calls, f"{one.reply} {two.reply}", one.fact, check)
+
+
+def calls_alone(persona: Persona, tool: str, rng: random.Random, split: str) -> list[ChatMessage]:
+    """Return a request and its call, or two requests with one call after the other, without words of the assistant's.
+
+    What it would say is decided by the prompt. A call that the user must confirm has the question
+    and the answer before it.
+    """
+    exchange = _draw_call(persona, tool, rng, split)
+    if rng.random() < TWO_CALLS_SHARE:
+        exchange = draw_second(persona, tool, rng, split, exchange)
+    return up_to_result(persona, exchange)[:-1]
+
+
+def up_to_result(persona: Persona, exchange: ToolExchange) -> list[ChatMessage]:
+    """Return a request, the user's confirmation where the prompt demands one, and each call with its result."""
+    messages = exchange.messages()[:1]
+    if exchange.check:
+        phrases = rules_of(persona).phrases
+        question = phrases.check.format(checks=exchange.check)
+        messages.append({"role": "assistant", "content": question})
+        messages.append({"role": "user", "content": phrases.agree})
+    for number, drawn in enumerate(exchange.calls):
+        call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append(
+            {"role": "tool", "content": drawn.result, "name": drawn.name, "tool_call_id": call["id"]}
+        )
+    return messages
 
 
 def impossible_request(persona: Persona, rng: random.Random, split: str) -> tuple[str, str] | None:
@@ -162,7 +210,7 @@ def _draw_call(persona: Persona, tool: str, rng: random.Random, split: str) -> T
     properties = (definition.get("parameters") or {}).get("properties") or {}
     if tool in ANNIE_TEMPLATES and set(properties) == {"query"}:
         return _from_exchange(ANNIE_TEMPLATES[tool](rng, split), persona)
-    return _from_schema(definition, rng, split)
+    return _from_schema(persona, definition, rng, split)
 
 
 def _from_exchange(exchange: Exchange, persona: Persona) -> ToolExchange:
@@ -208,53 +256,82 @@ def _slot(slot: Slot, rng: random.Random, split: str) -> int | str:
     return rng.choice(slot.values[split] if slot.values else MY_TOPICS[split])
 
 
-def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
+def _fact_of(result: JsonObject, arguments: JsonObject) -> str:
+    """Return the first value of a result that is not among the arguments, as text."""
+    known = json.dumps(arguments)
+    texts = [str(v) for v in result.values() if isinstance(v, (int, float, str))]
+    return next((text for text in texts if text not in known), "")
+
+
+def _from_schema(
+    persona: Persona, tool: Schema, rng: random.Random, split: str
+) -> ToolExchange:
+    rules = rules_of(persona)
     schema = {"type": "object", **(tool.get("parameters") or {})}
+    about = f"{tool['name']} {tool.get('description') or ''}"
     try:
-        arguments = draw_arguments(schema, rng, split)
+        arguments = draw_arguments(schema, rng, split, rules, about)
     except NoValue as error:
         raise UsageError(
             f"the offline teacher draws no arguments for {tool['name']}: {error}",
             "init: give --logs, or an enum in the schema; data: --teacher claude-cli or --teacher openai",
         ) from error
-    action = action_of(tool)
-    text = ", ".join(f"{name} {value}" for name, value in flattened(arguments))
-    templates = PHRASES.tool_requests if text else PHRASES.plain_tool_requests
+    phrases = rules.phrases
+    text = arguments_in_words(arguments, rules.language)
+    templates = phrases.requests if text else phrases.plain_requests
+    action = action_of(tool, rules.language)
     fields = {"do": action, "Do": capitalized(action), "args": text, "Args": capitalized(text)}
-    user = rng.choice(templates[split]).format(**fields)
-    reference = str(WORDS.first_order[split] + rng.randint(0, 9999))
-    call = DrawnCall(tool["name"], arguments, json.dumps({"status": "ok", "reference": reference}))
-    return ToolExchange(user, (call,), f"It is done, the reference is {reference}.", reference)
+    check = phrases.checks.format(**fields) if text else action
+    result = draw_result(tool, arguments, rng, split, rules)
+    fact = _fact_of(result, arguments)
+    call = DrawnCall(tool["name"], arguments, json.dumps(result, ensure_ascii=False))
+    return ToolExchange(
+        user=rng.choice(templates[split]).format(**fields),
+        calls=(call,),
+        reply=f"It is done: {fact}." if fact else "It is done.",
+        fact=fact,
+        check=check if tool["name"] in rules.confirmed else "",
+    )
 
 
-def action_of(tool: Schema) -> str:
+def action_of(tool: Schema, language: str = "en") -> str:
     """Return what a tool does, to follow "please": the first sentence of its description, else its name in words."""
-    sentence = str(tool.get("description") or "").split(". ")[0].strip().rstrip(".")
-    if not sentence or len(sentence) > 160 or "\n" in sentence:
+    sentence = re.split(r"[.!?:](?:\s|$)", str(tool.get("description") or ""))[0].strip()
+    if not sentence or len(sentence) > MAX_ACTION or "\n" in sentence:
         return str(tool["name"]).replace("_", " ").replace("-", " ").lower()
-    return sentence[:1].lower() + sentence[1:]
+    sentence = sentence.replace("_", " ")
+    if language != "en":
+        return sentence
+    verb, _, rest = sentence.partition(" ")
+    verb = _imperative(verb.lower())
+    return f"{FROM_THE_USER.get(verb, verb)} {rest}".strip()
 
 
-def flattened(arguments: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """Return (name, value) in words of all arguments, nested ones included."""
-    pairs: list[tuple[str, str]] = []
-    for name, value in arguments.items():
-        label = f"{prefix} {name}".strip().replace("_", " ")
-        if isinstance(value, Mapping):
-            pairs += flattened(value, label)
-        else:
-            values = (
-                value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-            )
-            for index, item in enumerate((v for v in values if isinstance(v, Mapping)), 1):
-                pairs += flattened(item, f"{label} {index}")
-            plain = [_in_words(v) for v in values if not isinstance(v, (Mapping, list))]
-            if plain:
-                pairs.append((label, " and ".join(plain)))
-    return pairs
+def _imperative(verb: str) -> str:
+    """Return "book" of "books", which many descriptions begin with."""
+    if verb.endswith("ies"):
+        return verb[:-3] + "y"
+    if verb.endswith(("ches", "shes", "sses", "xes")):
+        return verb[:-2]
+    return verb[:-1] if verb.endswith("s") and not verb.endswith(("ss", "us", "is")) else verb
 
 
-def _in_words(value: object) -> str:
+def arguments_in_words(arguments: Mapping[str, object], language: str = "en") -> str:
+    """Return all arguments as a user would list them, nested ones in parentheses."""
+    return ", ".join(
+        f"{name.replace('_', ' ').strip()} {_in_words(value, language)}"
+        for name, value in arguments.items()
+    )
+
+
+def _in_words(value: object, language: str) -> str:
+    if isinstance(value, Mapping):
+        return f"({arguments_in_words(value, language)})"
+    if isinstance(value, list):
+        return AND.get(language, ", ").join(_in_words(item, language) for item in value) or "–"
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else str(value)
+        return YES_AND_NO.get(language, ("true", "false"))[not value]
+    if value is None:
+        return {"en": "none", "de": "keine Angabe"}.get(language, "–")
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f'"{text}"' if text.count(" ") > 1 and not text.startswith("+") else text

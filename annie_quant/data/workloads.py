@@ -38,13 +38,15 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import is_folder, read_json, sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
+from annie_quant.data.prompt_rules import rules_of
 from annie_quant.data.tool_exchanges import (
     DrawnCall,
     ToolExchange,
     action_of,
+    arguments_in_words,
     draw_exchange,
-    flattened,
     impossible_request,
+    up_to_result,
 )
 from annie_quant.documents import (
     RECIPE_FILE,
@@ -65,7 +67,8 @@ PathLike = str | os.PathLike[str]
 WORKLOADS = "workloads"  # the folder next to a persona's file
 N_GENERATED = 120  # cases per workload made from a persona's tools
 GATE_SPLIT = "gate"
-GENERATED_MAX_TOKENS = 160
+GENERATED_MAX_TOKENS = 160  # of the built-in personas' and the ladders' answers
+OWN_MAX_TOKENS = 512  # of answers whose length is not known
 MAX_CASE_ATTEMPTS = 50  # attempts to draw a new prompt, per case
 MAX_REPEATS = 10  # in a row, until it is another tool's turn
 TALK_SHARE = 3  # n / TALK_SHARE conversations of several turns
@@ -186,8 +189,23 @@ def _load(item: PathLike | Workload) -> list[Workload]:
     return [with_persona(w, load_persona(path)) for w in result]
 
 
-def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]:
-    """Yield workloads with about n cases each, made from the persona's tools."""
+def gate_documents(
+    persona: Persona, n: int, seed: int = 0, max_tokens: int | None = None
+) -> Iterator[WorkloadFile]:
+    """Yield workloads with about n cases each, made from the persona's tools.
+
+    A case has a label only where any answer that obeys the system prompt has it: for a built-in
+    persona, and where the prompt has no rules about calls. Other cases are compared with bf16 alone.
+
+    max_tokens: of an answer; None: usual for templates.
+    """
+    for document in _documents(persona, n, seed):
+        if document.cases:
+            limit = max_tokens or (GENERATED_MAX_TOKENS if persona.is_built_in else OWN_MAX_TOKENS)
+            yield msgspec.structs.replace(document, max_tokens=limit)
+
+
+def _documents(persona: Persona, n: int, seed: int) -> Iterator[WorkloadFile]:
     tools = [t["function"]["name"] for t in persona.tools]
     if tools:
         yield _document(
@@ -208,6 +226,7 @@ def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[Workload
 def _document(
     persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]
 ) -> WorkloadFile:
+    labelled = has_labels(cases)
     return WorkloadFile(
         name=name,
         description=f"{name.replace('_', ' ')} of {persona.name}"
@@ -215,9 +234,14 @@ def _document(
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
         max_tokens=GENERATED_MAX_TOKENS,
-        gates=[*gates, *NAMED_REFERENCE_GATES],
+        gates=[*(gates if labelled else ()), *NAMED_REFERENCE_GATES],
         cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
     )
+
+
+def has_labels(cases: Iterable[CaseFile]) -> bool:
+    """Return whether a case has a label; the call that a prompt asks for is none (`logged`)."""
+    return any({*(case.expect or {})} - {"logged"} for case in cases)
 
 
 def _cases(
@@ -267,7 +291,19 @@ def _call_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | N
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
+    if is_conditional(persona):
+        return _prompt(exchange.user, _asked_for(exchange))
     return _prompt(exchange.user, expected_call(exchange.calls[0]))
+
+
+def is_conditional(persona: Persona) -> bool:
+    """Return whether the prompt's own rules decide about calls, so that no prompt has a label."""
+    return not persona.is_built_in and rules_of(persona).conditional
+
+
+def _asked_for(exchange: ToolExchange) -> dict[str, object]:
+    """Return the calls that a prompt asks for, as a log has them: they inform and decide nothing."""
+    return {"logged": {"calls": [call.name for call in exchange.calls]}}
 
 
 def expected_call(call: DrawnCall) -> dict[str, object]:
@@ -282,6 +318,8 @@ def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile
     exchange = _exchange(persona, rng, index, 2)
     if exchange is None:
         return None
+    if is_conditional(persona):
+        return _prompt(exchange.user, _asked_for(exchange))
     return _prompt(
         exchange.user, {"calls": [{call.name: allowed(call.arguments)} for call in exchange.calls]}
     )
@@ -291,6 +329,9 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
+    if not persona.is_built_in:
+        messages = up_to_result(persona, exchange)
+        return CaseFile(id=0, messages=messages, expect=_asked_for(exchange))
     results = [call.as_result() for call in exchange.calls]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
     return CaseFile(
@@ -298,20 +339,31 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
     )
 
 
-def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
+def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
+    rules = rules_of(persona)
+    if not persona.is_built_in and rules.language != "en":
+        greetings = rules.phrases.greetings[GATE_SPLIT]
+        return _prompt(rng.choice(greetings), {}) if greetings else None
     refusal = impossible_request(persona, rng, GATE_SPLIT) if index % 2 else None
     if refusal is not None:
         return _prompt(refusal[0], {"no_tool": True})
-    exchange = exchanges.draw_category(
-        ("greeting", "factual", "conversational")[index % 3], rng, GATE_SPLIT
-    )
-    return _prompt(_named(exchange.user, persona), {"no_tool": True})
+    category = ("greeting", "factual", "conversational")[index % 3]
+    exchange = exchanges.draw_category(category, rng, GATE_SPLIT)
+    # A fact may be looked up by a tool, or declined.
+    is_certain = persona.is_built_in or (category != "factual" and not rules.conditional)
+    return _prompt(_named(exchange.user, persona), {"no_tool": True} if is_certain else {})
 
 
-def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
-    return CaseFile(
-        id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, GATE_SPLIT)]
-    )
+def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
+    rules = rules_of(persona)
+    if persona.is_built_in or rules.language == "en":
+        turns = [_named(turn.user, persona) for turn in exchanges.conversation(rng, GATE_SPLIT)]
+        return CaseFile(id=0, turns=turns)
+    phrases = rules.phrases
+    if not phrases.greetings[GATE_SPLIT]:
+        return None
+    both = (phrases.greetings[GATE_SPLIT], phrases.thanks[GATE_SPLIT])
+    return CaseFile(id=0, turns=[rng.choice(texts) for texts in both])
 
 
 def _prompt(text: str, expect: dict[str, object]) -> CaseFile:
@@ -446,6 +498,6 @@ def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:
         documents[tool["function"]["name"]] = tool["function"]
     lines = ["Do these steps in this order, with one call each, the next one after each result:"]
     for number, call in enumerate(calls, 1):
-        values = [f", {name} {value}" for name, value in flattened(call.arguments)]
-        lines.append(f"{number}. {action_of(documents[call.name])}{''.join(values)}")
+        action = action_of(documents[call.name])
+        lines.append(", ".join(filter(None, (f"{number}. {action}", arguments_in_words(call.arguments)))))
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.data.prompt_rules import rules_of
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
@@ -76,8 +77,8 @@ class Teacher(Protocol):
     model: str
     batch_size: int
 
-    def check(self, persona: Persona) -> None:
-        """Raise UsageError for a persona that this teacher cannot write for, before anything is written."""
+    def categories(self, persona: Persona) -> tuple[Category, ...]:
+        """Return the persona's categories that this teacher can write. Raises UsageError for none."""
 
     def batch(
         self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]
@@ -134,13 +135,14 @@ class PromptedTeacher:
         """Send the prompt. schema: JSON schema of the answer, for models that accept one."""
         raise NotImplementedError
 
-    def check(self, persona: Persona) -> None:
-        """Accept every persona."""
+    def categories(self, persona: Persona) -> tuple[Category, ...]:
+        """Return all categories: the model reads the prompt."""
+        return persona.categories
 
     def batch(
         self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]
     ) -> TeacherBatch:
-        reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(category))
+        reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(persona, category))
         answers = conversations(reply.value if reply.value is not None else reply.text)
         rows = [row for answer in answers if (row := to_row(answer, persona, category)) is not None]
         if not rows:
@@ -171,20 +173,22 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
             "count": count,
             "tool": tool,
             "avoid": avoid[-MAX_AVOID:],
+            "confirmed": category.tool in rules_of(persona).confirmed,
         },
         form={"conversations": [{"turns": [turn]}]},
     )
 
 
-def schema_for(category: Category) -> JsonObject:
-    """Return the JSON schema of an answer."""
+def schema_for(persona: Persona, category: Category) -> JsonObject:
+    """Return the JSON schema of an answer. A call that must be confirmed has one more turn."""
+    most = category.turns + (category.tool in rules_of(persona).confirmed)
     text: JsonObject = {"type": "string"}
     call = _object(
         ["name", "arguments"], name={"const": category.tool}, arguments={"type": "object"}
     )
     optional: dict[str, JsonObject] = {"call": call, "result": text} if category.tool else {}
     turn = _object(["user", "assistant"], user=text, assistant=text, **optional)
-    turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": category.turns}
+    turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": most}
     conversations = {"type": "array", "items": _object(["turns"], turns=turns)}
     return _object(["conversations"], conversations=conversations)
 

@@ -2,8 +2,8 @@
 
 Every row's provenance names it.
 
-Annie's categories have their own templates (data/exchanges.py). A category of any other persona
-that has a tool gets requests made from the tool's JSON schema (data/tool_exchanges.py).
+Built-in personas have their own templates (data/exchanges.py). Of any other persona only the forms of calls are written,
+made from each tool's JSON schema (data/tool_exchanges.py): its prompt's rules about words are not known to templates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from collections.abc import Iterator, Sequence
 from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
 from annie_quant.data.teachers import Options, TeacherBatch
-from annie_quant.data.tool_exchanges import draw_exchange, impossible_request, messages_of
+from annie_quant.data.tool_exchanges import (
+    calls_alone,
+    draw_exchange,
+    impossible_request,
+    messages_of,
+)
 from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
@@ -35,22 +40,31 @@ class Offline:
     def __init__(self, split: str = "calibration") -> None:
         self.split = split
 
-    def check(self, persona: Persona) -> None:
-        """Raise UsageError for a category that this teacher cannot write, before anything is written."""
+    def categories(self, persona: Persona) -> tuple[Category, ...]:
+        """Return the categories that this teacher can write: of a persona that is not built in, single calls.
+
+        Its own rules decide about talk, and templates do not read them. Raises UsageError where
+        nothing is left.
+        """
+        chosen = []
         for category in persona.categories:
-            if category.tool is None and category.name not in TEMPLATE_CATEGORIES:
-                raise UsageError(
-                    f"the offline teacher has no templates for {persona.name}'s category {category.name!r}, "
-                    "which has no tool",
-                    "use --teacher claude-cli or --teacher openai, or remove the category from the persona file",
-                )
-            if category.tool is not None:
+            has_templates = persona.is_built_in and category.name in TEMPLATE_CATEGORIES
+            is_call = category.tool is not None and (persona.is_built_in or category.turns == 1)
+            if is_call:
                 self.draw(persona, category, random.Random(0))
+            if is_call or has_templates:
+                chosen.append(category)
+        if not chosen:
+            names = ", ".join(category.name for category in persona.categories)
+            raise UsageError(
+                f"the offline teacher has no templates for {persona.name}'s categories without a tool ({names})",
+                "init --model BF16, or --teacher claude-cli or --teacher openai",
+            )
+        return tuple(chosen)
 
     def batch(
         self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()
     ) -> TeacherBatch:
-        self.check(persona)
         return TeacherBatch(list(self.conversations(persona, category, count, seed)))
 
     def conversations(
@@ -83,6 +97,8 @@ class Offline:
     ) -> tuple[list[ChatMessage], bool]:
         """Return the messages of one conversation after its system prompt, and whether a tool is called."""
         messages: list[ChatMessage] = []
+        if category.tool is not None and not persona.is_built_in:
+            return calls_alone(persona, category.tool, rng, self.split), True
         if category.tool is not None and not (
             category.name in TEMPLATE_CATEGORIES and category.tool in ANNIE_TOOLS
         ):

@@ -296,7 +296,7 @@ def _cut(name: str, records: _Records) -> _Findings:
     cut = [r for r in incomplete if r.answer.finish_reason == "length"]
     ended = [r for r in incomplete if r.answer.finish_reason != "length"]
     of = len(judged)
-    yield from _incomplete("cut_answers", name, cut, of, effect="raise max_tokens of the workload")
+    yield from _incomplete("cut_answers", name, cut, of, effect=_longer_answers(cut))
     yield from _incomplete(
         "incomplete_answers", name, ended, of, effect="its gates say nothing about the model"
     )
@@ -312,6 +312,19 @@ def _incomplete(code: str, name: str, answers: _Records, of: int, effect: str) -
         effect = "they count as failed"
     counts = {"n": len(answers), "of": of, "reason": answers[0].answer.fault}
     yield finding(code, name, severity=severity, effect=effect, **counts)
+
+
+def _longer_answers(cut: _Records) -> str:
+    """Return which files need which max_tokens, so that these answers are not cut."""
+    limits: dict[str, int] = {}
+    for record in cut:
+        tokens = record.answer.completion_tokens or 0
+        limits[record.workload] = max(tokens, limits.get(record.workload, 0))
+    files = []
+    for workload, limit in sorted(limits.items()):
+        value = f"from {limit} to {2 * limit}" if limit else "to twice its value"
+        files.append(f"in workloads/{workload}.json {value}")
+    return f"raise max_tokens {', '.join(files)}"
 
 
 # ---- one server: its times

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from cyclopts import Parameter, validators
 
 from annie_quant.cli import options as opt
 from annie_quant.cli.options import AsJson, keywords_of
-from annie_quant.cli.terminal import console, emit
+from annie_quant.cli.terminal import console, emit, quiet_engines
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 
@@ -115,7 +115,14 @@ class InitOptions:
         tools: OpenAI function tools: a JSON file; - is stdin.
         logs: Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.
         name: The assistant's name. Default: Assistant.
-        fill: Also make prompts and conversations from the tools' schemas.
+        fill: Also make prompts and conversations where there are logs.
+        model: Your bf16 model: it writes conversations, reads 30 rows back against the prompt and counts tokens.
+        teacher: Who writes conversations instead: claude-cli, openai, offline (calls alone).
+        teacher_model: Model of the teacher.
+        url: Endpoint of --teacher openai. Default: OPENAI_BASE_URL.
+        max_budget_usd: Stop the teacher when this amount is spent.
+        rows: Conversations to make.
+        max_tokens: Limit of an answer to a gate prompt. Default: twice the usual answer.
         seed: Of the sample of the logs, and of generated prompts.
         output: Folder to write.
         force: Replace a folder that init has made.
@@ -126,6 +133,13 @@ class InitOptions:
     logs: tuple[Path, ...] = ()
     name: str = ""
     fill: bool = False
+    model: Annotated[Path | None, EXISTING] = None
+    teacher: Literal["claude-cli", "openai", "offline"] | None = None
+    teacher_model: str | None = None
+    url: str | None = None
+    max_budget_usd: float | None = None
+    rows: Annotated[int, opt.at_least(1)] = 400
+    max_tokens: Annotated[int | None, opt.at_least(1)] = None
     mask_personal: MaskPersonal = False
     mask_word: MaskWord = ()
     seed: int = 0
@@ -140,6 +154,7 @@ def init(options: InitOptions) -> None:
     Secrets in logs are masked. README.md in the folder states where everything comes from.
     """
     from annie_quant.data.init_folder import Sources, initialize
+    from annie_quant.data.teachers import Options
 
     if options.prompt == options.tools == Path("-"):
         raise UsageError("--prompt - and --tools - cannot both read stdin")
@@ -149,19 +164,26 @@ def init(options: InitOptions) -> None:
         tools=read_tools(options.tools) if options.tools else None,
         personal=options.mask_personal,
         words=options.mask_word,
-        **keywords_of(options, "logs", "name", "seed", "fill"),
+        n_rows=options.rows,
+        teacher=options.teacher or "",
+        options=Options(options.teacher_model, options.url, max_usd=options.max_budget_usd),
+        **keywords_of(options, "logs", "name", "seed", "fill", "max_tokens"),
     )
     with console.task("init") as step:
+        if options.model is not None:
+            quiet_engines()
+            from annie_quant.offline.model_answers import ModelAnswers
+
+            sources = replace(sources, model=ModelAnswers(options.model, step))
         result = initialize(sources, output, options.force, step)
     if options.as_json:
         emit(result)
         return
-    console.print_mapping(str(output), without(result, "lines", "output"))
-    for line in result.lines:
-        console.note(line)
-    console.note(
-        f"next: annie-quant search --model BF16 --persona {output} --calib-data {output}/calibration.jsonl --output RUN"
+    console.print_mapping(
+        str(output), without(result, "lines", "output", "examples", "read_back", "next")
     )
+    for line in (*result.examples, *result.lines, result.next):
+        console.note(line)
 
 
 def without(result: msgspec.Struct, *names: str) -> JsonObject:

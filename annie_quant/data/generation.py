@@ -192,7 +192,9 @@ def generate(
     who = msgspec.structs.replace(who, categories=opened.categories(who))
     left_out = [category.name for category in all_categories if category not in who.categories]
     if left_out and progress is not None:
-        progress.message(f"{module.NAME} writes no {', '.join(left_out)}: {who.name}'s prompt decides")
+        progress.message(
+            f"{module.NAME} writes no {', '.join(left_out)}: {who.name}'s prompt decides"
+        )
     if n < len(who.categories):
         raise UsageError(
             f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation"

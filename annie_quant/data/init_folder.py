@@ -1,6 +1,7 @@
 """`annie-quant init`: a folder with a persona, gate workloads and calibration data, made from a prompt, tools and logs.
 
-    prompt + tools           persona.json; prompts and conversations are made from the tools by the offline teacher
+    prompt + tools           persona.json; prompts are made from the tools, conversations are written by the bf16 model, by
+                             a teacher, or (calls alone) by the offline teacher
     logs (+ prompt, tools)   persona.json, workloads/ and calibration.jsonl from production's own conversations
 
 Secrets are masked before anything is written. README.md of the folder states where all of it comes
@@ -9,12 +10,14 @@ from.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -23,12 +26,22 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.templates import render_markdown
+from annie_quant.data.generation import generate
 from annie_quant.data.log_records import LoggedTool
-from annie_quant.data.log_sample import LogSample, inferred_tools, read_sample, split_conversations
+from annie_quant.data.log_sample import (
+    LogSample,
+    inferred_tools,
+    max_tokens,
+    read_sample,
+    split_conversations,
+)
 from annie_quant.data.masking import Scanner
-from annie_quant.data.workloads import WORKLOADS, gate_documents
-from annie_quant.documents import CaseFile, ChatRow, RowProvenance
-from annie_quant.documents.persona import PERSONA_FILE, Persona, load_persona
+from annie_quant.data.model_rows import AnsweringModel, ReadBack, examples, read_back, write_rows
+from annie_quant.data.rows import read_rows
+from annie_quant.data.teachers import Options, offline
+from annie_quant.data.workloads import WORKLOADS, gate_documents, has_labels
+from annie_quant.documents import ChatRow, RowProvenance, WorkloadFile
+from annie_quant.documents.persona import PERSONA_FILE, Category, Persona, load_persona
 from annie_quant.judge.library import build_workload
 
 CALIBRATION_FILE = "calibration.jsonl"
@@ -44,6 +57,7 @@ PERSONA_FIELDS = (
 MIN_CASES_TO_DECIDE = 100  # per behaviour, from which on a gate is decided by an interval
 N_GENERATED_CASES = 120  # per workload
 N_GENERATED_ROWS = 400
+MIN_ROWS = 100  # of calibration data
 
 
 class Initialized(msgspec.Struct, kw_only=True):
@@ -53,7 +67,10 @@ class Initialized(msgspec.Struct, kw_only=True):
     behaviours: number of gate cases per behaviour.
     short: the behaviours with fewer than MIN_CASES_TO_DECIDE, where logs can bring more.
     masked: number of masked places per kind of secret.
-    lines: what a user must know, one line each.
+    max_tokens: of an answer, per workload.
+    read_back: what the model says about its rows; None without one.
+    examples: ten rows to read.
+    lines: what a user must know, one line each. next: what to do now.
     """
 
     output: str
@@ -65,7 +82,11 @@ class Initialized(msgspec.Struct, kw_only=True):
     behaviours: dict[str, int]
     short: dict[str, int]
     masked: dict[str, int]
+    max_tokens: dict[str, int]
+    read_back: ReadBack | None
+    examples: list[str]
     lines: list[str]
+    next: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,10 @@ class Sources:
     personal, words: what is masked besides secrets (see Scanner).
     seed: of the sample of the logs, and of generated prompts.
     fill: also generate prompts and conversations where there are logs.
+    n_rows: generated conversations.
+    model: the bf16 model; it writes conversations, reads them back and counts tokens.
+    teacher, options: who writes conversations instead.
+    max_tokens: of an answer; None: from the answers' lengths.
     """
 
     prompt: str | None = None
@@ -86,6 +111,11 @@ class Sources:
     words: Sequence[str] = ()
     seed: int = 0
     fill: bool = False
+    n_rows: int = N_GENERATED_ROWS
+    model: AnsweringModel | None = None
+    teacher: str = ""
+    options: Options | None = None
+    max_tokens: int | None = None
 
 
 def initialize(
@@ -122,32 +152,21 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     persona, notes = choose_persona(sources, sample, scanner)
     lines += notes
     persona = _store_persona(persona, output)
-    logged = split_conversations(sample, persona, scanner)
+    count = sources.model.count if sources.model is not None else None
+    logged = split_conversations(sample, persona, scanner, count)
     lines += logged.notes
     rows = logged.rows
-    workloads = list(logged.gates.documents())
+    workloads = list(logged.gates.documents(sources.max_tokens))
     behaviours = Counter(logged.gates.behaviours)
     if sources.fill or not sources.logs:
-        documents = gate_documents(persona, N_GENERATED_CASES, sources.seed)
-        generated = [
-            replace(document, name=f"generated_{document.name}", persona="..")
-            for document in documents
-        ]
-        for workload in generated:
-            behaviours.update(filter(None, map(_behaviour_of, workload.cases)))
-        source = (
-            "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
-        )
-        lines.append(
-            f"{sum(len(w.cases) for w in generated)} gate prompts are made {source} (generated_*)"
-        )
-        workloads += generated
+        generated = Generated([], sources.max_tokens, [])
         if len(rows) < MIN_CASES_TO_DECIDE:
-            generated_rows = teacher_rows(persona, sources.seed)
-            lines.append(
-                f"{len(generated_rows)} calibration conversations are made by the offline teacher"
-            )
-            rows += generated_rows
+            generated = generated_rows(persona, sources, output, progress)
+            rows += generated.rows
+        documents = _generated_documents(persona, sources.seed, generated.max_tokens)
+        behaviours.update(_behaviours(documents))
+        workloads += documents
+        lines += [*_generated_lines(persona, documents), *generated.lines]
     for workload in workloads:
         alone = replace(workload, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
@@ -156,6 +175,10 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         output / CALIBRATION_FILE,
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
     )
+    reading = None
+    if sources.model is not None and rows:
+        reading = read_back(rows, persona, sources.model, progress)
+        lines.append(reading.line())
     # Without logs every gate has the prompts that it needs, and its user has no more to give.
     short = (
         {name: n for name, n in behaviours.items() if n < MIN_CASES_TO_DECIDE}
@@ -163,16 +186,7 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         else {}
     )
     lines += _shortcomings(persona, behaviours, short)
-    if not rows:
-        answered = any(c.has_answer for _, c in sample.pool.conversations())
-        reason = (
-            "all conversations with answers are gate prompts"
-            if answered
-            else "the logs have no answers"
-        )
-        lines.append(
-            f"{reason}, so there is no calibration data: add --fill, or annie-quant data --persona"
-        )
+    lines += _limit_lines(sources, workloads)
     masked = {kind: n for kind, n in scanner.counts.items() if n}
     lines += [f"masked: {n} × {kind}" for kind, n in sorted(masked.items())]
     result = Initialized(
@@ -185,10 +199,135 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         behaviours=dict(behaviours),
         short=short,
         masked=masked,
+        max_tokens={workload.name: workload.max_tokens for workload in workloads},
+        read_back=reading,
+        examples=examples(rows),
         lines=lines,
+        next=_next_step(sources, sample, output, len(rows)),
     )
     write_text(output / CARD_FILE, render_card(result, persona, sample))
     return result
+
+
+def _next_step(sources: Sources, sample: LogSample, output: Path, n_rows: int) -> str:
+    """Return the command to run now; where rows are too few, what makes more of them."""
+    if n_rows >= MIN_ROWS:
+        return (
+            f"next: annie-quant search --model BF16 --persona {output} "
+            f"--calib-data {output}/{CALIBRATION_FILE} --output RUN"
+        )
+    reason = ""
+    if not n_rows and sources.logs:
+        answered = any(c.has_answer for _, c in sample.pool.conversations())
+        reason = "the logs have no answers"
+        if answered:
+            reason = "all conversations with answers are gate prompts"
+        reason = f" ({reason})"
+    writer = "" if sources.model is not None else " --model BF16 (or --teacher claude-cli)"
+    more = (
+        f"record more (annie-quant record), or add --fill{writer} so that a model writes the rest"
+    )
+    if not sources.logs:
+        more = f"add{writer or ' --rows 400'}, or --logs"
+    return f"{n_rows} calibration conversations are too few, {MIN_ROWS} or more are needed{reason}: {more}, and --force"
+
+
+# ---- generated prompts and conversations
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Conversations that init lets someone write. max_tokens: for answers to generated prompts; lines: about them."""
+
+    rows: list[ChatRow]
+    max_tokens: int | None
+    lines: list[str]
+
+
+def generated_rows(
+    persona: Persona, sources: Sources, output: Path, progress: Progress
+) -> Generated:
+    """Return conversations by the teacher, by default the model; without both, calls alone by the offline teacher."""
+    n = sources.n_rows
+    limit = sources.max_tokens
+    if sources.teacher not in ("", "offline"):
+        # Next to the folder, which an error removes: a run that costs money resumes.
+        file = output.with_name(f"{output.name}.rows.jsonl")
+        generate(persona, sources.teacher, n, file, sources.seed, progress, options=sources.options)
+        rows = [cast(ChatRow, row) for row in read_rows(file)]
+        file.unlink()
+        return Generated(
+            rows, limit, [f"{len(rows)} calibration conversations are by {sources.teacher}"]
+        )
+    if sources.model is not None and not sources.teacher:
+        written = write_rows(persona, sources.model, n, sources.seed, progress)
+        lines = [f"{len(written.rows)} calibration conversations are by {sources.model.folder}"]
+        lines += [
+            f"left out: {k} conversations of the model: {why}"
+            for why, k in written.left_out.items()
+        ]
+        return Generated(written.rows, limit or max_tokens(written.lengths, 1), lines)
+    if not persona.tools:
+        return Generated(
+            [], limit, ["the offline teacher writes calls alone, and there are no tools"]
+        )
+    rows = offline_rows(persona, n, sources.seed)
+    lines = [f"{len(rows)} calibration conversations are made by the offline teacher"]
+    lines[0] += (
+        ": calls alone, without the assistant's words; --model BF16 writes whole conversations"
+    )
+    return Generated(rows, limit, lines)
+
+
+def offline_rows(persona: Persona, n: int, seed: int) -> list[ChatRow]:
+    """Return at most n conversations by the offline teacher, of its categories in turn."""
+    teacher = offline.Offline("calibration")
+    provenance: RowProvenance = {
+        "teacher": "offline",
+        "model": offline.TEMPLATES_MODEL,
+        "persona": persona.source,
+        "prompt_sha256": persona.prompt_sha256,
+    }
+
+    def of_category(category: Category) -> Iterator[ChatRow]:
+        drawn = teacher.conversations(persona, category, n, f"{seed}:{category.name}")
+        for i, row in enumerate(drawn):
+            row["id"] = f"{category.name}-{i:04d}"
+            row["category"] = category.name
+            row["provenance"] = provenance
+            yield row
+
+    by_category = map(of_category, teacher.categories(persona))
+    rounds = itertools.zip_longest(*by_category)
+    rows = filter(None, itertools.chain.from_iterable(rounds))
+    return sorted(itertools.islice(rows, n), key=lambda row: row["id"])
+
+
+def _generated_documents(persona: Persona, seed: int, limit: int | None) -> list[WorkloadFile]:
+    documents = gate_documents(persona, N_GENERATED_CASES, seed, limit)
+    return [replace(d, name=f"generated_{d.name}", persona="..") for d in documents]
+
+
+def _generated_lines(persona: Persona, documents: Sequence[WorkloadFile]) -> list[str]:
+    n_cases = sum(len(document.cases) for document in documents)
+    source = "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
+    lines = [f"{n_cases} gate prompts are made {source} (generated_*)"]
+    if not any(has_labels(document.cases) for document in documents):
+        lines.append(
+            "generated prompts have no labels, because the system prompt's rules decide: answers are compared with bf16's"
+        )
+    return lines
+
+
+def _limit_lines(sources: Sources, workloads: Sequence[WorkloadFile]) -> list[str]:
+    """Return how max_tokens of the workloads was found."""
+    if not workloads or sources.max_tokens is not None:
+        return []
+    limits = ", ".join(f"{workload.name} {workload.max_tokens}" for workload in workloads)
+    how = "twice the usual answer, estimated at 2 characters per token; --model DIR counts tokens"
+    if sources.model is not None:
+        how = "twice the usual answer in the model's tokens"
+    return [f"max_tokens: {limits} ({how}; --max-tokens N sets it)"]
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -245,36 +384,22 @@ def _store_persona(persona: Persona, output: Path) -> Persona:
     return replace(load_persona(output / PERSONA_FILE), source=str(output))
 
 
-def _behaviour_of(case: CaseFile) -> str:
-    expect = case.expect or {}
-    if "tool" in expect:
-        return f"calls {expect['tool']}"
-    if expect.get("no_tool"):
-        return "answers in words"
-    return "answers from a result" if expect.get("turns") else ""
-
-
-def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
-    """Return the offline teacher's calibration conversations."""
-    from annie_quant.data.teachers import offline
-
-    teacher = offline.Offline("calibration")
-    n = max(1, N_GENERATED_ROWS // len(persona.categories))
-    provenance: RowProvenance = {
-        "teacher": "offline",
-        "model": offline.TEMPLATES_MODEL,
-        "persona": persona.source,
-        "prompt_sha256": persona.prompt_sha256,
-    }
-    rows: list[ChatRow] = []
-    for category in persona.categories:
-        conversations = teacher.conversations(persona, category, n, f"{seed}:{category.name}")
-        for i, row in enumerate(conversations):
-            row["id"] = f"{category.name}-{i:04d}"
-            row["category"] = category.name
-            row["provenance"] = provenance
-            rows.append(row)
-    return rows
+def _behaviours(documents: Sequence[WorkloadFile]) -> Counter[str]:
+    """Return the number of prompts per behaviour that they ask for."""
+    counts: Counter[str] = Counter()
+    for document in documents:
+        for case in document.cases:
+            expect = case.expect or {}
+            asked = (expect.get("logged") or {}).get("calls", ())
+            called = [expect["tool"]] if "tool" in expect else asked
+            after_result = document.name.endswith("tool_results")
+            if after_result or expect.get("turns"):
+                counts["answers from a result"] += 1
+            elif len(called) == 1:
+                counts[f"calls {called[0]}"] += 1
+            elif expect.get("no_tool"):
+                counts["answers in words"] += 1
+    return counts
 
 
 def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, int]) -> list[str]:

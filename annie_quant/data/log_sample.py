@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,10 +42,10 @@ MAX_POOLS = 200
 NO_TOOL = "no tool"
 OTHER_TOOLS = "other tools"
 CASES_PER_CONVERSATION = 4
-MIN_TOKENS_OF_CASE = 64
-MAX_TOKENS_OF_CASE = 1024
-CHARACTERS_PER_TOKEN = 3.0
-HEADROOM = 1.5  # of max_tokens over the longest usual answer
+MIN_TOKENS_OF_CASE = 128
+MAX_TOKENS_OF_CASE = 4096
+CHARACTERS_PER_TOKEN = 2.0  # fewer than most texts have, so that no answer is cut
+HEADROOM = 2.0  # of max_tokens over the longest usual answer
 USUAL_SHARE = 0.95
 DESCRIPTIONS = {
     "calls": "prompts that production answered with a tool call",
@@ -194,10 +194,17 @@ class GateCases:
 
     behaviours: number of cases per tool, of answers in words, and of answers from a tool's result.
     shared: number of cases left out because the calibration rows have nearly the same prompt.
+    count: returns the number of tokens of a text; None: lengths are in characters.
     """
 
-    def __init__(self, persona: Persona, calibration: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        persona: Persona,
+        calibration: Sequence[Row],
+        count: Callable[[str], int] | None = None,
+    ) -> None:
         self.persona = persona
+        self._count_tokens = count
         self.behaviours: Counter[str] = Counter()
         self.shared = 0
         self._cases: dict[tuple[str, bool], list[CaseFile]] = {}
@@ -253,11 +260,13 @@ class GateCases:
             case.expect = {"logged": {"calls": called(logged)}}
             arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
             texts = (logged["content"], str(arguments), logged.get("reasoning_content") or "")
-            self._lengths.setdefault(key, []).append(sum(map(len, texts)))
+            count = self._count_tokens or len
+            self._lengths.setdefault(key, []).append(sum(map(count, texts)))
         cases.append(case)
 
-    def documents(self) -> Iterator[WorkloadFile]:
-        """Yield the workloads, one per kind of answer."""
+    def documents(self, limit: int | None = None) -> Iterator[WorkloadFile]:
+        """Yield the workloads, one per kind of answer. limit: of tokens; None: from the logged answers."""
+        per_token = CHARACTERS_PER_TOKEN if self._count_tokens is None else 1
         for (kind, thinking), cases in sorted(self._cases.items()):
             yield WorkloadFile(
                 name=f"{kind}_thinking" if thinking else kind,
@@ -265,7 +274,7 @@ class GateCases:
                 persona="..",
                 tools="persona" if self.persona.tools else None,
                 thinking=thinking,
-                max_tokens=max_tokens(self._lengths.get((kind, thinking), ())),
+                max_tokens=limit or max_tokens(self._lengths.get((kind, thinking), ()), per_token),
                 gates=[*NAMED_REFERENCE_GATES, *(["logged_tool"] if self.persona.tools else [])],
                 cases=cases,
             )
@@ -320,18 +329,16 @@ def without_thinking(message: ChatMessage) -> ChatMessage:
     return result
 
 
-def max_tokens(lengths: Sequence[int]) -> int:
-    """Return a token limit that holds nearly all logged answers.
+def max_tokens(lengths: Sequence[int], per_token: float = CHARACTERS_PER_TOKEN) -> int:
+    """Return a token limit that holds nearly all answers like the logged ones.
 
-    lengths: of the answers, in characters.
+    lengths: of the answers, in characters. per_token: 1 where they are in tokens.
     """
     if not lengths:
         return 256
     usual = sorted(lengths)[int(USUAL_SHARE * (len(lengths) - 1))]
-    return max(
-        MIN_TOKENS_OF_CASE,
-        min(MAX_TOKENS_OF_CASE, int(HEADROOM * usual / CHARACTERS_PER_TOKEN) + 32),
-    )
+    tokens = int(HEADROOM * usual / per_token) + 32
+    return max(MIN_TOKENS_OF_CASE, min(MAX_TOKENS_OF_CASE, tokens))
 
 
 @dataclass(frozen=True)
@@ -347,9 +354,15 @@ class SplitConversations:
 
 
 def split_conversations(
-    sample: LogSample, persona: Persona, scanner: Scanner
+    sample: LogSample,
+    persona: Persona,
+    scanner: Scanner,
+    count: Callable[[str], int] | None = None,
 ) -> SplitConversations:
-    """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another."""
+    """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another.
+
+    count: returns the number of tokens of a text; None where the tokenizer is not known.
+    """
     chosen, notes = _distinct_conversations(sample, persona, scanner)
     rows: list[ChatRow] = []
     for_gates: list[Conversation] = []
@@ -360,7 +373,7 @@ def split_conversations(
         for_gates += [c for c in conversations if id(c) not in used]
         candidates = [calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows))]
         rows += filter(None, candidates)
-    gates = GateCases(persona, rows)
+    gates = GateCases(persona, rows, count)
     for conversation in for_gates:
         gates.add(conversation)
     if gates.shared:

@@ -147,20 +147,23 @@ def _is_condition(sentence: str) -> bool:
 
 
 def _named_tools(sentence: str, tools: tuple[str, ...]) -> set[str]:
-    """Return the tools that a sentence is about: those whose verb it has, or a word of their name, else all that change something."""
+    """Return the tools that a sentence is about: by their verb, by a word of their name, else all that change something."""
     if _states(REQUESTS.every_call, sentence):
         return set(tools)
     words = re.findall(r"\w{3,}", sentence.lower())
-    names = {tool: [word for word in words_of(tool) if len(word) > 2] for tool in tools}
-    changing = [t for t in tools if words_of(t)[:1] and words_of(t)[0] not in REQUESTS.read_verbs]
+    names: dict[str, list[str]] = {}
+    for tool in tools:
+        names[tool] = [word for word in words_of(tool) if len(word) > 2]
+    changing = {tool for tool in tools if not set(words_of(tool)[:1]) & {*REQUESTS.read_verbs}}
     by_verb = {tool for tool in tools if _is_said(names[tool][:1], words)}
     by_name = {tool for tool in changing if _is_said(names[tool], words)}
-    return by_verb or by_name or set(changing)
+    return by_verb or by_name or changing
 
 
 def _is_said(parts: list[str], words: list[str]) -> bool:
     """Return whether a word begins as one of a name's parts does."""
-    return any(word.startswith(part[:4]) for part in parts for word in words)
+    beginnings = tuple(part[:4] for part in parts)
+    return any(word.startswith(beginnings) for word in words)
 
 
 def words_of(name: str) -> list[str]:
@@ -170,7 +173,9 @@ def words_of(name: str) -> list[str]:
 
 def _language(text: str) -> str:
     """Return the language of answers: the one that the prompt names, else its own."""
-    known = {name: code for code, item in REQUESTS.languages.items() for name in item.named}
+    known = {}
+    for code, item in REQUESTS.languages.items():
+        known |= dict.fromkeys(item.named, code)
     names = "|".join((*known, *REQUESTS.other_named))
     named = re.search(REQUESTS.answers_in.replace("LANGUAGES", names), text, re.IGNORECASE)
     if named is not None:
@@ -180,9 +185,11 @@ def _language(text: str) -> str:
         return "en"
     counts = {code: item.stopwords for code, item in REQUESTS.languages.items()}
     counts |= REQUESTS.other_stopwords
-    best = max(counts, key=lambda code: sum(word in counts[code] for word in words))
-    n_found = sum(word in counts[best] for word in words)
-    if n_found < MIN_STOPWORDS:
+    found = dict.fromkeys(counts, 0)
+    for code, stopwords in counts.items():
+        found[code] = sum(word in stopwords for word in words)
+    best = max(found, key=lambda code: found[code])
+    if found[best] < MIN_STOPWORDS:
         return "en" if text.isascii() else ""
     return best if best in REQUESTS.languages else ""
 

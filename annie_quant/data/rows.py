@@ -408,7 +408,8 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
         return result
     messages = row["messages"]
     teacher = teacher_of(row)
-    limited = teacher not in (None, "log")  # the limits of length are for what a teacher wrote
+    # the limits of length are for what a teacher wrote
+    limited = teacher not in (None, "log", "model")
     other_prompt = (
         messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
     )

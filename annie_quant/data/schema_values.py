@@ -426,8 +426,9 @@ class ValueDrawer:
         first = True
         result = ""
         for sign in text:
-            result += str(self.rng.randint(1 if first else 0, 9)) if sign == "#" else sign
-            first = sign != "#"
+            is_digit = sign == "#"
+            result += str(self.rng.randint(int(first), 9)) if is_digit else sign
+            first = not is_digit
         return result
 
     def _fitted(self, text: str, node: Schema) -> str:

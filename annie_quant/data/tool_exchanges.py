@@ -186,7 +186,12 @@ def up_to_result(persona: Persona, exchange: ToolExchange) -> list[ChatMessage]:
         call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append(
-            {"role": "tool", "content": drawn.result, "name": drawn.name, "tool_call_id": call["id"]}
+            {
+                "role": "tool",
+                "content": drawn.result,
+                "name": drawn.name,
+                "tool_call_id": call["id"],
+            }
         )
     return messages
 
@@ -263,9 +268,7 @@ def _fact_of(result: JsonObject, arguments: JsonObject) -> str:
     return next((text for text in texts if text not in known), "")
 
 
-def _from_schema(
-    persona: Persona, tool: Schema, rng: random.Random, split: str
-) -> ToolExchange:
+def _from_schema(persona: Persona, tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     rules = rules_of(persona)
     schema = {"type": "object", **(tool.get("parameters") or {})}
     about = f"{tool['name']} {tool.get('description') or ''}"

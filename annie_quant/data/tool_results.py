@@ -1,6 +1,6 @@
-"""What a tool returns to a drawn call: the fields of its result schema, those that its description names, or what its name asks for.
+"""What a tool returns to a drawn call: fields of its result schema, or that its description names, or what its name asks for.
 
-    "Returns the order's status and delivery date."      {"order": "AK-40017", "status": "open", "delivery_date": "2026-12-09"}
+"Returns the order's status and delivery date." gives {"order": "AK-40017", "status": "open", "delivery_date": "2026-12-09"}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _RETURNS = re.compile(
     re.IGNORECASE,
 )
 # "Return the status of an order": what follows these words is not a field
-_TAIL = re.compile(r"\s(?:in|of|for|with|from|as|at|on|by|im|in der|des|der|für|von|mit|zurück|aus)\s.*$")
+_TAIL = re.compile(
+    r"\s(?:in|of|for|with|from|as|at|on|by|im|in der|des|der|für|von|mit|zurück|aus)\s.*$"
+)
 _NO_FIELD = {
     *("the", "a", "an", "its", "their", "object", "json", "list", "all", "current", "each", "one", "new", "this", "only"),
     *("der", "die", "das", "den", "dem", "ein", "eine", "einen", "alle", "liste", "zurück", "aktuelle", "aktuellen", "neue"),
@@ -48,14 +50,18 @@ def draw_result(
     reads = bool(words) and words[0] in REQUESTS.read_verbs
     if not fields and reads:
         fields = ["_".join(words[1:]) or "result"]
-    result = {name: value for name, value in arguments.items() if not isinstance(value, (list, dict))}
+    result = {
+        name: value for name, value in arguments.items() if not isinstance(value, (list, dict))
+    }
     drawer.note_fields([*result, *fields, *filter(_is_text, result.values())])
     for name in fields:
         if name not in result:
             result[name] = _field_value(drawer, name, result)
     noun = "_".join(words[1:]) or "_".join(words)
     if not fields and f"{noun}_id" not in result:
-        result[f"{noun}_id"] = f"{noun[:1].upper()}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
+        result[f"{noun}_id"] = (
+            f"{noun[:1].upper()}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
+        )
     elif not fields:
         result["completed"] = True
     drawer.put_in_order(result)
@@ -70,7 +76,11 @@ def _field_value(drawer: ValueDrawer, name: str, known: JsonObject) -> object:
             return value
     for ending in ("s", "en", "e"):
         singular = name.removesuffix(ending)
-        if singular != name and not drawer.knows(name) and (ending == "s" or drawer.knows(singular)):
+        if (
+            singular != name
+            and not drawer.knows(name)
+            and (ending == "s" or drawer.knows(singular))
+        ):
             return [drawer.result_value(singular) for _ in range(LIST_LENGTH)]
     return drawer.result_value(name)
 

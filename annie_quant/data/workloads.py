@@ -499,5 +499,7 @@ def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:
     lines = ["Do these steps in this order, with one call each, the next one after each result:"]
     for number, call in enumerate(calls, 1):
         action = action_of(documents[call.name])
-        lines.append(", ".join(filter(None, (f"{number}. {action}", arguments_in_words(call.arguments)))))
+        lines.append(
+            ", ".join(filter(None, (f"{number}. {action}", arguments_in_words(call.arguments))))
+        )
     return "\n".join(lines)

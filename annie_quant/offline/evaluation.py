@@ -229,6 +229,7 @@ def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseli
     if n_repeated:
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
     notes += length_notes(job.reference, answered)
+    notes += cut_notes(answered)
     for reason, count in not_located.items():
         notes.append(f"{count} of {len(job.conversations)} conversations are not scored: {reason}")
     notes += shortages(workloads, job.n_per_gate or 0)
@@ -431,6 +432,25 @@ def length_notes(reference: Path, answered: Sequence[Answered]) -> list[str]:
     return [
         f"{count} prompts are longer than the model's context of {context:,} tokens (the longest {longest:,}): servers refuse them"
     ]
+
+
+def cut_notes(answered: Sequence[Answered]) -> list[str]:
+    """Return a note for each workload with answers of bf16 that max_tokens cuts: which file needs which value."""
+    cut: dict[str, Workload] = {}
+    counts: Counter[str] = Counter()
+    for request, completion in answered:
+        counts[request.workload.name] += not completion.finished
+        if not completion.finished:
+            cut[request.workload.name] = request.workload
+    lines = []
+    for name, workload in cut.items():
+        n_all = sum(request.workload.name == name for request, _ in answered)
+        place = workload.path or f"the workload {name}"
+        lines.append(
+            f"{counts[name]} of {n_all} answers of bf16 to {name} are cut and test nothing: "
+            f"set max_tokens to {2 * workload.max_tokens} (now {workload.max_tokens}) in {place}"
+        )
+    return lines
 
 
 def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:

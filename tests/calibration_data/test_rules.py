@@ -140,17 +140,13 @@ def test_a_persona_may_define_categories_and_invalid_ones_are_named(tmp_path):
             load_persona(path)
 
 
-def test_the_offline_teacher_refuses_unknown_categories_and_uses_the_personas_name(bruno, tmp_path):
+def test_the_offline_teacher_refuses_talk_of_a_persona_with_rules_of_its_own(tmp_path):
     own = tmp_path / "poet.json"
-    own.write_text(json.dumps(OWN | {"categories": [{"name": "poetry"}]}))
-    with pytest.raises(UsageError, match="no templates for Bruno's category 'poetry'"):
-        generate(own, n=8, output=tmp_path / "p.jsonl")
-    assert not list(tmp_path.glob(".*"))  # no journal of a run that cannot start
-    path = tmp_path / "plain.json"
-    path.write_text(json.dumps(OWN | {"tools": []}))
-    generate(path, n=30, output=tmp_path / "d.jsonl")
-    text = (tmp_path / "d.jsonl").read_text()
-    assert "Okay Bruno" in text and "Annie" not in text
+    for document in ({"categories": [{"name": "poetry"}]}, {"tools": []}):
+        own.write_text(json.dumps(OWN | document))
+        with pytest.raises(UsageError, match="no templates for Bruno's categories without a tool"):
+            generate(own, n=8, output=tmp_path / "p.jsonl")
+        assert not list(tmp_path.glob(".*"))  # no journal of a run that cannot start
 
 
 def test_lengths_other_prompts_and_second_tools_are_found(rows):

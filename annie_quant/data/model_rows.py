@@ -183,7 +183,7 @@ def _continue(talk: _Talk, answer: ModelAnswer, persona: Persona, rng: random.Ra
     talk.messages.append(answer.message)
     calls = answer.message.get("tool_calls") or ()
     for number, call in enumerate(calls):
-        name = call["function"]["name"]
+        name = str(call["function"]["name"])
         tool = persona.tool(name)
         try:
             arguments = decode_json(str(call["function"]["arguments"]))

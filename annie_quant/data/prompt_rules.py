@@ -173,7 +173,7 @@ def words_of(name: str) -> list[str]:
 
 def _language(text: str) -> str:
     """Return the language of answers: the one that the prompt names, else its own."""
-    known = {}
+    known: dict[str, str] = {}
     for code, item in REQUESTS.languages.items():
         known |= dict.fromkeys(item.named, code)
     names = "|".join((*known, *REQUESTS.other_named))

@@ -277,7 +277,7 @@ class ValueDrawer:
         if _has(name, ("range", "interval", "between", "bereich", "zeitraum")):
             keys = [_sort_key(item) for item in items]
             if None not in keys and len(set(map(type, keys))) == 1:
-                items.sort(key=_sort_key)  # type: ignore[arg-type]
+                items.sort(key=_sort_key)
         if node.get("uniqueItems"):
             return list({json.dumps(item, sort_keys=True): item for item in items}.values())
         return items
@@ -328,6 +328,7 @@ class ValueDrawer:
         for text in texts:
             if pattern is None or re.search(pattern, text):
                 return self._fitted(text, node)
+        assert pattern is not None  # there is at least one text
         generator = rstr.Rstr(self.rng)
         # * and + repeat up to 100 times
         return min((generator.xeger(pattern) for _ in range(3)), key=len)
@@ -406,7 +407,7 @@ class ValueDrawer:
             entry = _ENTRIES[kind]
         is_code = words[-1:] and words[-1] in VALUES.codes
         if entry is not None and entry.texts and not is_code:
-            german = self.rules.language == "de" and entry.texts_de
+            german = entry.texts_de if self.rules.language == "de" else ()
             return self._with_digits(rng.choice(german or entry.texts))
         if is_code:
             number = WORDS.first_order[self.split] + rng.randint(0, 9999)

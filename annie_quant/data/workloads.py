@@ -226,7 +226,9 @@ def _documents(persona: Persona, n: int, seed: int) -> Iterator[WorkloadFile]:
 def _document(
     persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]
 ) -> WorkloadFile:
-    labelled = has_labels(cases)
+    named = gates if has_labels(cases) else ()
+    asks = any("logged" in (case.expect or {}) for case in cases)
+    informative = ("logged_tool",) if asks else ()
     return WorkloadFile(
         name=name,
         description=f"{name.replace('_', ' ')} of {persona.name}"
@@ -234,7 +236,8 @@ def _document(
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
         max_tokens=GENERATED_MAX_TOKENS,
-        gates=[*(gates if labelled else ()), *NAMED_REFERENCE_GATES],
+        gates=[*named, *informative, *NAMED_REFERENCE_GATES],
+        informative=informative,
         cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
     )
 
@@ -331,7 +334,7 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
         return None
     if not persona.is_built_in:
         messages = up_to_result(persona, exchange)
-        return CaseFile(id=0, messages=messages, expect=_asked_for(exchange))
+        return CaseFile(id=0, messages=messages)
     results = [call.as_result() for call in exchange.calls]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
     return CaseFile(

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from command_line import CliRunner
-from paths import TESTS
+from paths import TESTS, TINY_ANNIE
 
 from annie_quant.cli import app as cli
 from annie_quant.core.progress import SILENT
@@ -392,12 +392,13 @@ def test_the_model_writes_whole_conversations_and_what_is_not_valid_is_counted()
 
 
 def test_rows_are_read_back_and_those_that_break_the_prompt_are_named():
-    rows = [
-        {"id": f"r{i}", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Berlin" if i == 3 else "No."}]}
-        for i in range(40)
-    ]  # fmt: skip
+    rows = []
+    for i in range(30):
+        user = {"role": "user", "content": "x"}
+        answer = {"role": "assistant", "content": "Berlin" if i == 3 else "No."}
+        rows.append({"id": f"r{i}", "messages": [user, answer]})
     model = ScriptedModel()
-    result = read_back(rows[:30], persona_of("library"), model, SILENT)
+    result = read_back(rows, persona_of("library"), model, SILENT)
     assert (result.n, result.contradicting, result.unclear) == (30, ["r3"], 0)
     assert "1 break it (r3)" in result.line()
     assert "general knowledge" in model.questions[0].lower()
@@ -406,7 +407,7 @@ def test_rows_are_read_back_and_those_that_break_the_prompt_are_named():
 def test_init_with_a_model_shows_ten_rows_and_reads_thirty(tmp_path):
     document = json.loads((FOLDER / "restaurant.json").read_text())
     sources = Sources(
-        document["system_prompt"], document["tools"], model=ScriptedModel(), n_rows=160
+        document["system_prompt"], document["tools"], model=ScriptedModel(), n_rows=240
     )
     result = initialize(sources, tmp_path / "mine")
     assert result.read_back.n == 30 and len(result.examples) == 10
@@ -452,3 +453,62 @@ def test_max_tokens_is_counted_by_the_models_tokenizer(tmp_path):
     sources = Sources("Be brief.", [], [log], model=ScriptedModel())
     assert initialize(sources, tmp_path / "mine").max_tokens == {"answers": 2 * 151 + 32}
     assert max_tokens([], 1) == 256
+
+
+# ---- the whole command, with a real model
+
+
+def test_init_with_a_checkpoint_writes_rows_in_its_own_words_and_resumes(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="the offline engine needs torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    annie = load_persona("annie")
+    (tmp_path / "prompt.txt").write_text(annie.system_prompt)
+    (tmp_path / "tools.json").write_text(json.dumps(annie.tools))
+    arguments = [
+        "init",
+        "--prompt",
+        str(tmp_path / "prompt.txt"),
+        "--tools",
+        str(tmp_path / "tools.json"),
+    ]
+    arguments += [
+        "--model",
+        str(TINY_ANNIE),
+        "--rows",
+        "24",
+        "--force",
+        "--output",
+        str(tmp_path / "mine"),
+    ]
+    outcome = CliRunner().invoke(cli, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    rows = read_rows(tmp_path / "mine" / "calibration.jsonl")
+    assert len(rows) >= 12 and any(list(calls_of(row)) for row in rows)
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
+    assert f"read {min(30, len(rows))} rows" in outcome.output or "cannot judge" in outcome.output
+    (answers,) = (tmp_path / "cache").rglob("answers-*.jsonl")
+    stored = answers.read_bytes()
+    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert answers.read_bytes() == stored  # nothing was computed again
+    assert read_rows(tmp_path / "mine" / "calibration.jsonl") == rows
+
+
+def test_an_evaluation_names_the_file_and_the_value_for_cut_answers(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="the offline engine needs torch")
+    from annie_quant.runtime import evaluate
+
+    case = {"id": 1, "messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
+    document = {
+        "name": "stories",
+        "persona": "annie",
+        "max_tokens": 3,
+        "gates": ["same_text"],
+        "cases": [case],
+    }
+    (tmp_path / "stories.json").write_text(json.dumps(document))
+    result = evaluate(
+        TINY_ANNIE, TINY_ANNIE, str(tmp_path / "stories.json"), cache=tmp_path, with_ensemble=False
+    )
+    (note,) = [note for note in result["notes"] if "cut" in note]
+    assert note.startswith("1 of 1 answers of bf16 to stories are cut")
+    assert f"set max_tokens to 6 (now 3) in {tmp_path / 'stories.json'}" in note

@@ -46,6 +46,7 @@ WRITTEN_FORMATS = {  # as descriptions write them
     "dd/mm/yyyy": "%d/%m/%Y",
     "hh:mm": "%H:%M",
 }
+STAYS = (["check", "in"], ["check", "out"])
 _EXAMPLE = re.compile(
     r"(?:e\.g\.|for example|such as|z\. ?B\.|zum Beispiel|beispielsweise|example:)[:,]?\s*"
     r"(?:\"([^\"]+)\"|'([^']+)'|`([^`]+)`|([\w./+-]*\w))",
@@ -77,7 +78,11 @@ class NamedValues(msgspec.Struct):
 
 
 class ValueWords(msgspec.Struct):
-    """values.json. ordered: pairs of words of which the first one's value is not above the second one's."""
+    """values.json.
+
+    open_bounds: words that mean a date where nothing else is said.
+    ordered: pairs of words of which the first one's value is not above the second one's.
+    """
 
     units_words: tuple[str, ...]
     entries: tuple[NamedValues, ...]
@@ -87,6 +92,7 @@ class ValueWords(msgspec.Struct):
     people: tuple[str, ...]
     codes: tuple[str, ...]
     births: tuple[str, ...]
+    open_bounds: tuple[str, ...]
     past: tuple[str, ...]
     ordered: tuple[tuple[str, str], ...]
 
@@ -370,13 +376,9 @@ class ValueDrawer:
             return DATE_FORMATS
         if stated == "time" or (stated is None and is_time):
             return TIME_FORMATS
-        # start, begin and end without more words are moments; from and to are places or people
-        open_bounds = {"start", "end", "begin", "beginn", "ende", "checkin", "checkout"}
-        is_stay = words_of(name)[:1] == ["check"] and set(last) <= {"in", "out"} and last
-        is_stay = is_stay or set(last) & {"anreise", "abreise", "arrival"}
-        if stated is None and (set(last) & open_bounds or is_stay):
+        if stated is None and set(last) & {*VALUES.open_bounds}:
             return DATE_FORMATS
-        return ()
+        return DATE_FORMATS if stated is None and words_of(name) in STAYS else ()
 
     def _moment(self, name: str) -> datetime.datetime:
         """Return a date near today and a time in the opening hours; long ago for a birthday, before today for a report."""

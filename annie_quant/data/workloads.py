@@ -228,7 +228,7 @@ def _document(
 ) -> WorkloadFile:
     named = gates if has_labels(cases) else ()
     asks = any("logged" in (case.expect or {}) for case in cases)
-    informative = ("logged_tool",) if asks else ()
+    informative = ["logged_tool"] if asks else []
     return WorkloadFile(
         name=name,
         description=f"{name.replace('_', ' ')} of {persona.name}"

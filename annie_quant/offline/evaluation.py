@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -35,7 +36,6 @@ from annie_quant.judge.sampling import (
     shortages,
 )
 from annie_quant.offline import decoding, ensemble, estimate
-from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -47,6 +47,7 @@ from annie_quant.offline.judging import (
 )
 from annie_quant.offline.linears import NVFP4Linear
 from annie_quant.offline.loading import profiles_of
+from annie_quant.offline.measured import Measurement, MeasurementStore
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
 from annie_quant.offline.profiles import choose_profiles, find_profile
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
@@ -82,26 +83,6 @@ class Baseline:
     numerics: list[str]
     blocking: list[str]
     notes: list[str]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A checkpoint's answers and figures under one numerics.
-
-    outcomes: its answers to all prompts.
-    kl, kl_conversations: of the scored texts; None for an empty one.
-    drafts: by workload, of its MTP head.
-    members, figures: of the ensemble; none and None without one.
-    """
-
-    name: str
-    outcomes: list[AnswerOutcome]
-    kl: documents.KLSummary | None
-    kl_conversations: documents.KLSummary | None
-    drafts: dict[str, documents.DraftAcceptance]
-    members: list[ensemble.MemberOutcomes]
-    figures: documents.EnsembleFigures | None
-    seconds: float
 
 
 def evaluate(
@@ -203,8 +184,14 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.E
     Raises UsageError where the checkpoint supports none of the job's numerics.
     """
     baseline = prepare_evaluation(pair, workloads)
-    measurements = [measure_numerics(pair, baseline, name) for name in baseline.numerics]
-    return judge_measurements(pair, baseline, measurements)
+    store = MeasurementStore(pair, baseline.answered, baseline.conversations.answers)
+    measurements = [
+        store.measured(name, partial(measure_numerics, pair, baseline, name))
+        for name in baseline.numerics
+    ]
+    result = judge_measurements(pair, baseline, measurements)
+    store.remove()
+    return result
 
 
 def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseline:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip(
@@ -16,7 +19,8 @@ from paths import TINY_ANNIE  # noqa: E402
 import annie_quant  # noqa: E402
 from annie_quant import judge  # noqa: E402
 from annie_quant.offline import estimate, evaluation  # noqa: E402
-from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
+from annie_quant.offline.measured import Measurement  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 
 
 class Messages:
@@ -77,3 +81,36 @@ def test_more_prompts_and_more_arithmetics_take_longer(
         one = estimate.estimated_seconds(pair, few, 1).total
         assert estimate.estimated_seconds(pair, few, 2).total > one
         assert estimate.estimated_seconds(pair, more, 1).total > one
+
+
+def test_a_killed_evaluation_continues_after_its_last_numerics(
+    job: EvaluationJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = replace(
+        job,
+        quick=False,
+        numerics=("w4a16", "float32"),
+        workloads=judge.load_workloads(["tool_memory", "conversational"]),
+    )
+    expected = evaluation.run(whole).to_dict()
+    measured = []
+    measure = evaluation.measure_numerics
+
+    def measure_one(pair: ModelPair, baseline: evaluation.Baseline, name: str) -> Measurement:
+        if len(measured) == 1:
+            measured.append("killed")
+            raise KeyboardInterrupt
+        measured.append(name)
+        return measure(pair, baseline, name)
+
+    monkeypatch.setattr(evaluation, "measure_numerics", measure_one)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run(whole)
+    result = evaluation.run(whole).to_dict()
+    assert measured == ["w4a16", "killed", "float32"]
+    for document in (expected, result):
+        document.pop("seconds")
+        for side in document["numerics"].values():
+            side.pop("seconds")
+    assert result == expected
+    assert not list(job.cache.glob("measured-*"))

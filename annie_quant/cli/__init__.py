@@ -10,14 +10,8 @@ from typing import Annotated, NoReturn
 import cyclopts
 
 from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
-from annie_quant.cli.terminal import (
-    Stopped,
-    clean_library_messages,
-    console,
-    describe,
-    emit,
-    stop_signals_raise,
-)
+from annie_quant.cli.process import Stopped, clean_library_messages, describe, stop_signals_raise
+from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import AnnieError, UsageError
 
 

@@ -50,7 +50,6 @@ class DoctorOptions:
         checkpoint: The folder that --server serves.
         reference: The bf16 checkpoint that it was made from: recognises a server of that one.
         load_report: What vLLM wrote with ANNIE_QUANT_VLLM_REPORT=FILE: each tensor's use, each layer's kernel.
-        images: With --server: ask it for the colours of two small generated images.
         measure: Measure the GPU's reachable bandwidth and launch cost, for predictions and quantize --device.
         output: With --measure: the device file. Default: where predictions look for it.
     """
@@ -60,7 +59,6 @@ class DoctorOptions:
     checkpoint: Path | None = None
     reference: Path | None = None
     load_report: Path | None = None
-    images: bool = False
     measure: bool = False
     output: Path | None = None
     key_env: KeyVariable = None
@@ -75,8 +73,6 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
     numerics profile, and name the arithmetic that it runs, or "none of these"; compare the tensors and formats that it loaded, and
     count the drafts that it accepts.
 
-    With --server and --images: whether the server takes images, and names the colours of two.
-
     With --measure: how fast this machine's GPU reads weights, in a device file. A server on a
     processor is not predicted: `bench` measures it.
     """
@@ -90,8 +86,6 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
         emit(device) if options.as_json else console.line(f"{device.name}: {device.source}")
         return
     figures: dict[str, object] = {}
-    if options.images and options.server is None:
-        raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
     with console.task("doctor") as step:
         if options.server is None:
             findings = checks.examine(options.log, progress=step)
@@ -112,10 +106,6 @@ def check_server(
 
     headers = key_headers(options.key_env)
     quiet_engines()
-    if options.images:
-        from annie_quant.ops.server_checks import check_images
-
-        return [check_images(url, headers)], {}
     from annie_quant.ops.served_model import check_served, describe_server
 
     if options.checkpoint is None:

@@ -1,27 +1,21 @@
-"""Checks of a running server (`annie-quant doctor --server`): which arithmetic it runs, and whether it sees images.
+"""Which arithmetic a running server computes (`annie-quant doctor --server`).
 
-The arithmetic is named from the log-probabilities of its greedy answers, in vLLM's and llama.cpp's forms.
-For images the server gets one question about each of two generated PNGs of one colour. A model that sees them names both colours;
-one without a working vision tower answers both alike, and a server for text alone refuses the message.
+It is named from the log-probabilities of the server's greedy answers, in the forms of vLLM, SGLang and llama.cpp.
 """
 
 from __future__ import annotations
 
-import base64
-import re
-import struct
 import urllib.parse
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.ops.doctor import CheckResult, fault, note, ok
-from annie_quant.stream.client import HttpReply, Request, chat, fetch, first_model, http_reply, run
+from annie_quant.stream.client import HttpReply, Request, fetch, first_model, http_reply, run
 
 if TYPE_CHECKING:
     from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
@@ -287,94 +281,3 @@ def finding(
         fix = f"annie-quant eval {checkpoint} --reference {reference or 'BF16'} --numerics {best.name}"
         return note(ARITHMETIC, message, why, fix)
     return ok(ARITHMETIC, message)
-
-
-IMAGES = "images"
-PIXELS = 64  # a side: two patches of Qwen3.5's tower after its merge of 2 x 2 patches of 16
-COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
-QUESTION = "Which colour fills this image? Answer with one word."
-MAX_TOKENS = 256  # enough for the answer of a model that thinks first
-
-
-def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckResult:
-    """Ask a server for the colours of two images.
-
-    Raises ServerError where it does not answer a question without an image, UsageError for a URL that is not an HTTP URL.
-    """
-    root = check_url(url)
-    model = model_name(root, headers)
-    messages: list[Any] = [
-        "Answer with one word: yes.",
-        *(message(colour) for colour in COLOURS.values()),
-    ]
-    requests = [
-        chat(
-            root,
-            model,
-            [{"role": "user", "content": content}],
-            max_tokens=MAX_TOKENS,
-            temperature=0,
-            headers=headers,
-            timeout_s=TIMEOUT_S,
-        )
-        for content in messages
-    ]
-    plain, *records = run(requests, 1).records()
-    if plain["error"]:
-        raise ServerError(
-            f"{root} does not answer a question without an image: {plain['error']}",
-            "check --server",
-        )
-    refusal = next((r["error"] for r in records if r["error"]), None)
-    if refusal:
-        why = "it serves a text model, or was started without images (--language-model-only; llama.cpp: no --mmproj)"
-        return note(IMAGES, f"the server refuses a message with an image: {refusal}", why)
-    answers = [str(r["text"]).strip() for r in records]
-    listed = ", ".join(
-        f"{name}: {answer[:60]!r}" for name, answer in zip(COLOURS, answers, strict=True)
-    )
-    if all(names_only(name, answer) for name, answer in zip(COLOURS, answers, strict=True)):
-        return ok(IMAGES, f"the server names the colours of two images ({listed})")
-    if answers[0] == answers[1]:
-        why = "the server accepts images and the model does not see them: a lost or faulty vision tower"
-        same = f"the answer is the same for two images ({listed})"
-        return fault(IMAGES, same, why, "annie-quant audit DIR --source BF16")
-    return fault(
-        IMAGES,
-        f"the server names another colour than an image has ({listed})",
-        "the vision tower may be faulty",
-        "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16",
-    )
-
-
-def names_only(colour: str, answer: str) -> bool:
-    """Return whether an answer has the word for this colour and for no other."""
-    words = set(re.findall(r"[a-z]+", answer.lower()))
-    return words & COLOURS.keys() == {colour}
-
-
-def message(colour: tuple[int, int, int]) -> list[JsonObject]:
-    """Return the content of a message with an image of one colour and the question."""
-    data = base64.b64encode(png(colour)).decode()
-    return [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
-        {"type": "text", "text": QUESTION},
-    ]
-
-
-def png(colour: tuple[int, int, int]) -> bytes:
-    """Return a PNG of one colour (W3C PNG, chunks IHDR, IDAT and IEND; 8 bits, colour type 2)."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    rows = (b"\0" + bytes(colour) * PIXELS) * PIXELS  # a byte for the filter, 0: none
-    header = struct.pack(">IIBBBBB", PIXELS, PIXELS, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )

@@ -28,7 +28,7 @@ from paths import DATA, ROOT
 from annie_quant import report
 from annie_quant.bench.regressions import regression
 from annie_quant.checkpoint.writer import check_free_space, staged
-from annie_quant.cli import terminal
+from annie_quant.cli import process
 from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files
@@ -277,9 +277,9 @@ def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_els
     for limit, expected in ((1 << 30, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         for error in (onednn, ImportError("x.so: failed to load")):
-            description = terminal.describe(error)
+            description = process.describe(error)
             assert (description is not None and "not enough memory" in description[0]) is expected
-    assert "not enough memory" in terminal.describe(RuntimeError("can't allocate memory"))[0]
+    assert "not enough memory" in process.describe(RuntimeError("can't allocate memory"))[0]
 
 
 def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path):

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Rich
 
-from annie_quant.cli import tables, terminal
-from annie_quant.cli.terminal import TerminalConsole
+from annie_quant.cli import process, tables
+from annie_quant.cli.terminal import TerminalConsole, emit
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.text import printable
 from annie_quant.documents import PairedGate, PairedVerdict
@@ -86,7 +86,7 @@ def test_messages_of_errors_are_one_printable_line():
 
 
 def test_json_is_escaped_and_stays_the_same(capsys):
-    terminal.emit({"a": "".join(HOSTILE[:-5]) + "ü"})
+    emit({"a": "".join(HOSTILE[:-5]) + "ü"})
     text = capsys.readouterr().out
     assert steers(text) == [] and json.loads(text) == {"a": "".join(HOSTILE[:-5]) + "ü"}
 
@@ -94,7 +94,7 @@ def test_json_is_escaped_and_stays_the_same(capsys):
 def test_log_records_and_warnings_of_libraries(capsys, monkeypatch):
     factory, form = logging.getLogRecordFactory(), warnings.formatwarning
     try:
-        terminal.clean_library_messages()
+        process.clean_library_messages()
         logger = logging.Logger("x")
         logger.addHandler(logging.StreamHandler())
         logger.warning("a %s", "\x1b[31m\u202e")

@@ -1,4 +1,4 @@
-"""ggml's K-quants on the CPU.
+"""Quantize and dequantize ggml's K-quant blocks (Q4_K, Q6_K ...) on the CPU.
 
 The same bytes as llama.cpp's quantizer, and the type that Q4_K_M gives to each tensor.
 

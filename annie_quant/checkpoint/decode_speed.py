@@ -1,4 +1,4 @@
-"""Predict tokens per second of one stream on a GPU, and measure what that takes of this machine.
+"""Predict how many tokens per second one stream decodes on a GPU, and measure a GPU for that (a device file).
 
     seconds per token = (weights + KV cache + DeltaNet states) / reachable bandwidth
                         + layers * launch cost of a layer

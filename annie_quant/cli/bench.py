@@ -1,4 +1,6 @@
-"""`annie-quant bench`: time one or two servers with the same prompts.
+"""The commands that measure servers: `bench` and `attribute`.
+
+`annie-quant bench`: time one or two servers with the same prompts.
 
 `annie-quant attribute`: find out which setting of a served model breaks its answers.
 """

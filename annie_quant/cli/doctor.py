@@ -1,4 +1,6 @@
-"""`annie-quant doctor`: what this machine lacks, and how to fix it.
+"""The commands that check this machine: `doctor`, `validate-gpu` and `--version`.
+
+`annie-quant doctor`: what this machine lacks, and how to fix it.
 
 `annie-quant validate-gpu`: is NVFP4 arithmetic right on this GPU?
 

@@ -1,4 +1,6 @@
-"""`annie-quant quantize`: one strategy.
+"""The commands that make and run checkpoints: `quantize`, `search`, `demo` and `serve`.
+
+`annie-quant quantize`: one strategy.
 
 `annie-quant search`: try strategies, from the fewest bytes per token up, until one keeps all gates.
 

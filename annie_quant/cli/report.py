@@ -1,4 +1,6 @@
-"""`annie-quant report`: the report of a run.
+"""The commands `report`, `publish` and `explain`.
+
+`annie-quant report`: the report of a run.
 
 `annie-quant publish`: upload a run's checkpoint with its model card.
 

@@ -1,4 +1,4 @@
-"""Gate results, metrics and paired comparisons."""
+"""Types of the figures in run.json and evaluations: gate results, metrics, paired comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays on a GPU as pointer, shape and type.
+"""Arrays on a GPU as the kernels take them: pointer, shape and type.
 
 Torch tensors, and plain device memory that needs no other library.
 

@@ -1,4 +1,4 @@
-"""What a decoder layer keeps of batches that later batches continue (shared_text.py), and attention over it.
+"""Calibrate on long rows in batches: a decoder layer stores keys, values and states that later batches continue (shared_text.py).
 
     layer = ContinuedLayer(model, index)
     for i, state in enumerate(model.states):

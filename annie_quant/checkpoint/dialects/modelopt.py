@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's layout.
+"""The dialect of NVIDIA ModelOpt: names, settings and tensors of its checkpoints.
 
 Weight U8, weight_scale F8_E4M3, weight_scale_2 and input_scale as multipliers.
 

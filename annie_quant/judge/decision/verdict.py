@@ -1,4 +1,4 @@
-"""The verdict: of an evaluation without a server, and of a run, with roles, confounds and outcome.
+"""Give the verdict of an evaluation without a server, and of a run with its roles and confounds.
 
 Roles are stated (roles.py). The reference of a side is the bf16 model on the same prompts, or the
 incumbent where bf16 was not measured; a side alone is judged by the absolute requirements. Where a

@@ -12,7 +12,7 @@ from paths import ROOT, TINY_ANNIE
 
 from annie_quant import judge, quantize
 from annie_quant.checkpoint import ModelFolder, decode_speed
-from annie_quant.cli.pipeline import search, search_text
+from annie_quant.cli.pipeline import search, search_diagnosis, search_text
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.search_text import outcome as search_outcome
 from annie_quant.cli.pipeline.stages import AuditResult, Stages
@@ -138,46 +138,49 @@ def test_a_base_model_instead_of_the_fine_tune_is_reported():
         "tool_call": gate_row("tool_call", 0, 100),
         "no_markdown": gate_row("no_markdown", 3, 400),
     }
-    assert search.reference_report(base).startswith("WRONG MODEL")
+    assert search_diagnosis.reference_report(base).startswith("WRONG MODEL")
     fine = {
         "tool_call": gate_row("tool_call", 98, 100),
         "no_markdown": gate_row("no_markdown", 400, 400),
     }
-    assert search.reference_report(fine) is None
+    assert search_diagnosis.reference_report(fine) is None
     weak = fine | {"factual": gate_row("factual", 60, 100)}
-    report = search.reference_report(weak)
+    report = search_diagnosis.reference_report(weak)
     assert "factual 60 of 100" in report and "WRONG MODEL" not in report
 
 
 def test_the_hardened_prompt_is_the_personas_own_rules():
     annie = load_persona("annie")
-    prompt = search.hardened_prompt(annie)
+    prompt = search_diagnosis.hardened_prompt(annie)
     assert "CRITICAL RULES (violations cause errors)" in prompt and all(
         rule in prompt for rule in annie.rules
     )
 
 
 def test_the_conclusion_from_a_hardened_prompt():
-    assert search.reading([None, None]).startswith("no conclusion")
-    assert search.reading([True, None]).startswith("restored")
-    assert search.reading([True, False]).startswith("not restored")
+    assert search_diagnosis.reading([None, None]).startswith("no conclusion")
+    assert search_diagnosis.reading([True, None]).startswith("restored")
+    assert search_diagnosis.reading([True, False]).startswith("not restored")
 
 
 def test_restored_is_judged_against_bf16_under_the_same_prompt():
     good, bad = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
-    assert search.restored(good, good) is True and search.restored(bad, good) is False
-    assert search.restored(bad, gate_row("tool_call", 15, 40)) is None
+    assert (
+        search_diagnosis.restored(good, good) is True
+        and search_diagnosis.restored(bad, good) is False
+    )
+    assert search_diagnosis.restored(bad, gate_row("tool_call", 15, 40)) is None
     one = gate_row("thinking_leak", 194, 195)
-    assert search.restored(one, one) is True, (
+    assert search_diagnosis.restored(one, one) is True, (
         "not worse than bf16, which leaks once itself under this prompt"
     )
 
 
 def test_what_only_activations_lose():
-    assert "held under W4A16: tool_call" in search.by_activations(
+    assert "held under W4A16: tool_call" in search_diagnosis.by_activations(
         tables(tool_call=gate_row("tool_call", 40, 100))
     )
-    assert search.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
+    assert search_diagnosis.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
 
 
 @pytest.mark.parametrize("model", [TINY_ANNIE, ROOT / "annie_quant/assets/tiny-moe"])
@@ -324,7 +327,7 @@ def search_tables(tmp_path, monkeypatch, tables, every=False, required=()):
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
 
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
-    monkeypatch.setattr(search, "hardened", lambda *a: None)
+    monkeypatch.setattr(search_diagnosis, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
     settings = search.SearchSettings(
         model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every, required=required

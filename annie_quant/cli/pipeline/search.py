@@ -14,7 +14,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +25,17 @@ from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli.pipeline import SearchSettings, search_text
+from annie_quant.cli.pipeline import search_diagnosis as diagnosis
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
-from annie_quant.data import Persona, check_prompt_hash, load_persona
+from annie_quant.data import check_prompt_hash
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload, decision
-from annie_quant.judge.decision import failing, wording
+from annie_quant.judge.decision import wording
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize.estimates import strategy_read_bytes
@@ -42,10 +43,6 @@ from annie_quant.quantize.mixed_formats import budgets
 from annie_quant.quantize.strategies import by_rank, find
 
 KL_CONVERSATIONS = 60
-MANNERS = ("tool_call", "no_markdown", "thinking_leak")
-PROMPT_GATES = (*MANNERS, "non_empty", "stop")  # gates that a stronger prompt may restore
-HARDENED_N = 40
-WRONG_MODEL = "WRONG MODEL"
 MAX_REASONS = 3  # in one line
 
 
@@ -171,9 +168,10 @@ class Search:
             self.prompts
         ):  # bf16's own answers are the reference: it cannot fail them
             result.notes += evaluation.notes
-        elif report := reference_report(result.reference):
-            result.notes.append(report)
-            if report.startswith(WRONG_MODEL) and not self.settings.anyway:
+        else:
+            report = diagnosis.reference_report(result.reference)
+            result.notes += [report] if report else []
+            if report and report.startswith(diagnosis.WRONG_MODEL) and not self.settings.anyway:
                 result.stopped = report
         for note in result.notes:
             self.stages.console.note(note)
@@ -244,86 +242,98 @@ class Search:
 
     def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
-        settings = self.settings
-        folder = self.stages.checkpoint(row.strategy)
-        first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
-        keep_numerics(row, first)
-        judged = [
-            g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
-        ]
-        losses = []
-        for kind, side in first.numerics.items():
-            gates = [gate for gate in judged if gate in side.paired and side.paired[gate].lost]
-            if gates:
-                losses.append(f"{kind.upper()} {', '.join(gates)}")
-        lost = "; ".join(losses)
-        failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
-        if failed_smoke:
-            row.outcome = "gibberish"
-            row.why = failed_smoke
-            row.incoherent = True
-            row.path.append(
-                f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive"
-            )
-            if not settings.every:
-                return
-        else:
-            row.path.append("smoke → coherent")
-        missing = decision.missing_numerics(row.numerics, settings.required)
-        if missing and not settings.every:
+        every = self.settings.every
+        self.ask_smoke_question(row)
+        if row.incoherent and not every:
+            return
+        missing = decision.missing_numerics(row.numerics, self.settings.required)
+        if missing and not every:
             row.outcome = missing[0]
             row.why = missing
             row.path.append(f"servers → {'; '.join(missing)}")
             return
-        # The whole table is for comparison, so all of it rests on the same prompts.
-        looks = [settings.n] if settings.every else decision.looks(settings.n)
+        if every or not self.is_dropped_early(row):
+            self.ask_all_prompts(row)
+
+    def ask_smoke_question(self, row: documents.StrategyRow) -> None:
+        """Mark the row as incoherent where the checkpoint loses what bf16 answers to the smoke question."""
+        folder = self.stages.checkpoint(row.strategy)
+        first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
+        keep_numerics(row, first)
+        losses = []
+        for kind, side in first.numerics.items():
+            gates = [
+                gate for gate, pair in side.paired.items() if pair.lost and is_right_or_wrong(gate)
+            ]
+            if gates:
+                losses.append(f"{kind.upper()} {', '.join(gates)}")
+        if not losses:
+            row.path.append("smoke → coherent")
+            return
+        lost = "; ".join(losses)
+        row.outcome = "gibberish"
+        row.why = [f"the smoke question fails: {lost}"]
+        row.incoherent = True
+        row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
+
+    def is_dropped_early(self, row: documents.StrategyRow) -> bool:
+        """Return whether a part of the prompts shows that the checkpoint cannot keep every gate."""
+        folder = self.stages.checkpoint(row.strategy)
+        looks = decision.looks(self.settings.n)
         for look in looks[:-1]:
-            early = self.stages.evaluate(
-                f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look)
-            )
+            prompts = judge.sample(self.prompts, look)
+            early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, prompts)
             keep_numerics(row, early)
             row.why = decision.early_reasons(row.numerics, self.counts, len(looks))
             if row.why:
                 row.outcome = f"dropped at n = {look}"
                 row.path.append(f"gates at n = {look} → dropped: {first_reasons(row.why)}")
                 self.explain(row)
-                return
+                return True
             row.path.append(f"gates at n = {look} → still open")
+        return False
+
+    def ask_all_prompts(self, row: documents.StrategyRow) -> None:
+        settings = self.settings
+        failed_smoke = row.why if row.incoherent else []
+        folder = self.stages.checkpoint(row.strategy)
         final = self.stages.evaluate(
             row.strategy, folder, self.prompts, n_conversations=KL_CONVERSATIONS, ensemble=True
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
-        row.why = failed_smoke + decision.final_reasons(
-            final.verdict, row.numerics, settings.required
-        )
+        lost = decision.final_reasons(final.verdict, row.numerics, settings.required)
+        row.why = [*failed_smoke, *lost]
         row.passed = not row.why
         reasons = first_reasons(row.why) or "keeps every gate"
-        row.path.append(f"gates at n = {looks[-1]} → {reasons}")
+        row.path.append(f"gates at n = {settings.n} → {reasons}")
         if row.passed or settings.every:
             try_draws(self.stages, row, self.prompts, settings.seeds)
         if row.passed:
             row.path.append("PASS: ship it")
-            row.outcome = "keeps every gate" + (
-                f" in {1 + len(row.draws)} calibration draws" if row.draws else ""
-            )
-        else:
-            if not failed_smoke:
-                row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
-            self.explain(row)
+            draws = f" in {1 + len(row.draws)} calibration draws" if row.draws else ""
+            row.outcome = f"keeps every gate{draws}"
+            return
+        if not row.incoherent:
+            row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
+        self.explain(row)
 
     def explain(self, row: documents.StrategyRow) -> None:
         """Set what is known about why the row's strategy failed."""
-        tables = lost_gates(row)
-        activations = by_activations(tables)
+        tables = diagnosis.lost_gates(row)
+        activations = diagnosis.by_activations(tables)
         row.explained = [activations] if activations else []
-        row.hardened = hardened(self.stages, row.strategy, self.workloads, tables)
-        if row.hardened is not None:
-            row.explained += [
-                f"hardened prompt, {gate}: before {r.before[0]}/{r.before[1]}, after {r.after[0]}/{r.after[1]}, "
-                f"reference {r.reference[0]}/{r.reference[1]} (bf16 under it)"
-                for gate, r in row.hardened.gates.items()
-            ] + [row.hardened.reading]
+        row.hardened = diagnosis.hardened(self.stages, row.strategy, self.workloads, tables)
+        if row.hardened is None:
+            return
+        for gate, result in row.hardened.gates.items():
+            counts = (result.before, result.after, result.reference)
+            before, after, reference = (f"{passes}/{n}" for passes, n in counts)
+            row.explained.append(
+                f"hardened prompt, {gate}: before {before}, after {after}, "
+                f"reference {reference} (bf16 under it)"
+            )
+        row.explained.append(row.hardened.reading)
 
     def save(self) -> None:
         """Write search.json and search.md; called after every strategy."""
@@ -359,6 +369,11 @@ def too_few_prompts(reference: documents.GateTable) -> list[str]:
         f"TOO FEW PROMPTS: without one changed answer {named}{others} would stay undecided, so no strategy "
         "can be chosen; give more logs, or init --fill"
     ]
+
+
+def is_right_or_wrong(gate: str) -> bool:
+    """Return whether a gate decides by labels or rules, and not by a change against bf16."""
+    return decides(gate) and gate not in REFERENCE_GATES and not GATES[gate].two_sided
 
 
 def quantize_and_audit(
@@ -429,123 +444,9 @@ def standing(row: documents.StrategyRow) -> str:
     return f"{row.verdict.verdict}: {', '.join(sorted(map(wording.title, lost or undecided)))} not kept"
 
 
-def lost_gates(row: documents.StrategyRow) -> dict[str, documents.GateTable]:
-    """Return, per numerics, the gates of which the row's strategy lost answers."""
-    tables = {}
-    for kind, side in row.numerics.items():
-        lost = {name for name, pair in side.paired.items() if pair.lost}
-        tables[kind] = {name: gate for name, gate in side.gates.items() if name in lost}
-    return tables
-
-
-# ---- why a strategy failed, or why none can pass: questions that the models themselves answer (R46, R47)
-#
-# Does the bf16 model pass the gates? If not, it is the base model, not the fine-tune, and no quantization helps. Does a hardened
-# system prompt restore the behaviour? Then the signal is there, and a lighter strategy may be enough. Do the weights alone cause
-# it? Gates that pass under W4A16 and fail under W4A4 are lost to the activations.
-
-
 def smoke(workloads: Sequence[Workload]) -> list[Workload]:
     """Return the smoke test (R40): the first factual question ("What is the capital of Japan?") alone."""
     chosen = next((w for w in workloads if "factual" in w.gates), None)
     if chosen is None:  # a persona's own prompts: words where bf16 has words, without loops
         chosen = replace(workloads[0], gates=("same_text",))
     return [replace(chosen, cases=chosen.cases[:1])]
-
-
-def reference_report(gates: documents.GateTable) -> str | None:
-    """Return what it means that bf16 itself misses requirements; None if it misses none."""
-    missed = [
-        (name, gate) for name, gate in gates.items() if gate.meets == "fail" and not gate.advisory
-    ]
-    failed = {name: f"{name} {gate.passes} of {gate.n}" for name, gate in missed}
-    lost = [g for g in failed if g in MANNERS]
-    if len(lost) >= 2 or "tool_call" in lost:
-        return (
-            f"{WRONG_MODEL}: --model itself does not have the manners ({', '.join(failed[g] for g in lost)}). "
-            "It looks like the base model: give the fine-tuned bf16 checkpoint"
-        )
-    counts = ", ".join(failed.values())
-    text = f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
-    return text if failed else None
-
-
-def hardened_prompt(persona: Persona) -> str:
-    """Return the persona's prompt followed by its rules as numbered critical rules (R47)."""
-    of_tools = (
-        ["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []
-    )
-    numbered = "\n".join(f"{i}. {rule}" for i, rule in enumerate([*persona.rules, *of_tools], 1))
-    return f"{persona.system_prompt}\nCRITICAL RULES (violations cause errors):\n{numbered}"
-
-
-def hardened(
-    stages: Stages,
-    strategy: str,
-    workloads: Sequence[Workload],
-    tables: Mapping[str, documents.GateTable],
-) -> documents.Hardened | None:
-    """Evaluate the failing gates' prompts again under a hardened prompt. tables: gates per numerics.
-
-    Returns None if no gate fails that a prompt may restore.
-    """
-    lost = [
-        (kind, gate)
-        for kind, table in tables.items()
-        for gate in failing(table)
-        if gate in PROMPT_GATES
-    ]
-    plain = [
-        w
-        for w in workloads
-        if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system
-    ]
-    if not plain:
-        return None
-    chosen = judge.sample(plain, HARDENED_N)
-    prompts = [replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in chosen]
-    numerics = tuple(dict.fromkeys(kind for kind, _ in lost))
-    result = stages.evaluate(
-        f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics
-    )
-    rows: dict[str, documents.HardenedGate] = {}
-    for kind, gate in lost:
-        after = result.numerics[kind].gates.get(gate)
-        reference = result.reference_gates.get(gate)
-        if after is not None and reference is not None:
-            before, under, bf16 = ([r.passes, r.n] for r in (tables[kind][gate], after, reference))
-            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(
-                before, under, bf16, restored(after, reference)
-            )
-    return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
-
-
-def restored(after: documents.GateResult, reference: documents.GateResult) -> bool | None:
-    """Return whether a gate passes again under the hardened prompt; None if bf16 itself fails it under that prompt."""
-    if after.verdict != "fail" or after.passes * reference.n >= reference.passes * after.n:
-        return True
-    return None if reference.verdict == "fail" else False
-
-
-def reading(restored: Iterable[bool | None]) -> str:
-    """Return the conclusion from a hardened prompt (R47)."""
-    known = [r for r in restored if r is not None]
-    if not known:
-        return "no conclusion: bf16 itself does not hold under the hardened prompt"
-    if all(known):
-        return "restored: the signal is there and needs a stronger prompt; a lighter strategy may be enough"
-    return (
-        "not restored: the signal is destroyed; it needs more bits in the right places, or training"
-    )
-
-
-def by_activations(tables: Mapping[str, documents.GateTable]) -> str | None:
-    """Return a description of the gates that only W4A4 fails, or None. tables: gates per numerics."""
-    if not {"w4a4", "w4a16"} <= tables.keys():
-        return None
-    only = ", ".join(g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"]))
-    return (
-        f"held under W4A16: {only}; the loss comes from quantizing activations, not weights"
-        if only
-        else None
-    )

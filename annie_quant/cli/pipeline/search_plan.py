@@ -17,6 +17,8 @@ from annie_quant.judge.decision import looks
 from annie_quant.quantize import estimates
 from annie_quant.report.format import size
 
+SHARED_STEPS = ("start", "text")  # of Estimate.seconds: what the budgets of a strategy share
+
 
 @dataclass(frozen=True)
 class PlannedStrategy:
@@ -59,9 +61,12 @@ def dry_run(
     progress.message("timing a few answers of the bf16 model")
     evaluation = estimate_evaluation(settings, workloads)
     rows = []
+    measured = set[str]()
     for name in order:
         progress.message(name)
-        rows.append(plan_strategy(settings, name, rates, evaluation))
+        strategy, _ = with_budget(name)
+        rows.append(plan_strategy(settings, name, rates, evaluation, strategy in measured))
+        measured.add(strategy)
     return plan_lines(rows, evaluation, rates)
 
 
@@ -70,7 +75,9 @@ def plan_strategy(
     name: str,
     rates: estimates.Rates,
     evaluation: EvaluationEstimate,
+    is_measured: bool,
 ) -> PlannedStrategy:
+    """Return what one strategy takes. is_measured: an earlier budget of it has run the calibration text."""
     strategy, _ = with_budget(name)
     try:
         estimate = estimates.estimate(
@@ -83,9 +90,12 @@ def plan_strategy(
         )
     except AnnieError as error:
         return PlannedStrategy(name, fault=error.message)
+    steps = dict(estimate.seconds)
+    if is_measured:
+        steps = {step: s for step, s in steps.items() if step not in SHARED_STEPS}
     return PlannedStrategy(
         name,
-        quantize_s=settings.seeds * sum(estimate.seconds.values()),
+        quantize_s=settings.seeds * sum(steps.values()),
         evaluate_s=settings.seeds * evaluation.strategy_s,
         memory_bytes=max(estimate.peak_bytes, evaluation.memory_bytes),
     )

@@ -7,7 +7,7 @@ activations only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,6 @@ RESPONSE: TokenWeights = {
     THINKING: 1.0,
     END_OF_TURN: 1.0,
 }
-# A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
-MANNERS_RESPONSE: TokenWeights = {**RESPONSE, TOOL_MARKUP: 8.0, END_OF_TURN: 8.0}
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,6 @@ class TokenBatch:
     def lengths(self) -> np.ndarray:
         """Number of real tokens of each row, int64 [B]."""
         return (self.kinds != PADDING).sum(1)
-
-
-def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
-    """Return samples as one batch, padded on the right to the longest."""
-    width = max(len(s.ids) for s in samples)
-    ids = np.zeros((len(samples), width), np.int64)
-    kinds = np.full((len(samples), width), PADDING, np.int64)
-    for i, sample in enumerate(samples):
-        ids[i] = np.resize(sample.ids, width)
-        kinds[i, : len(sample.kinds)] = sample.kinds
-    return TokenBatch(ids, kinds)
 
 
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.linears import (
@@ -22,7 +23,8 @@ from annie_quant.checkpoint.linears import (
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models import in_layer
-from annie_quant.models.formats import GROUP, Format
+from annie_quant.models.formats import GROUP, NVFP4, W4A16, Format
+from annie_quant.quantize.strategy import Job
 
 UNQUANTIZED_HINT = "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first"
 FLOATS = ("BF16", "F16", "F32")
@@ -96,6 +98,12 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
             f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it"
         )
     return chosen
+
+
+def four_bit_formats(job: Job[Any], activation_bits: object) -> dict[str, Format]:
+    """Return the format of every linear that may be quantized: 4-bit weights whose inputs have 4 or 16 bits."""
+    kind = W4A16 if activation_bits == 16 else NVFP4
+    return dict.fromkeys(choose(ModelFolder(job.model), job.exclude), kind)
 
 
 def expected_bytes(folder: ModelFolder, formats: Mapping[str, Format]) -> int:

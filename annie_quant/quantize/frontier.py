@@ -1,4 +1,4 @@
-"""The frontier of formats: the exact knapsack, its limits, and the table and the picture of what was found.
+"""The frontier of formats: the exact knapsack, its limits, and the table of its points.
 
 The knapsack has all sums of sizes and costs of which none is both smaller and cheaper, by dynamic programming over units. After
 each unit only the points that no other one beats stay, so the front is exact: sizes of linears are multiples of a few numbers, and
@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from annie_quant.core.errors import need
-from annie_quant.documents import Device, FormatPlan, FrontierPoint
+from annie_quant.documents import Device, FormatPlan
 
 TIE = 1e-9  # sums that differ by less of the limit are equal
-FRONTIER_PICTURE = "frontier.svg"
 # A front with more points keeps the cheapest one of each of as many equal ranges of sizes.
 MAX_POINTS = 1 << 17
 
@@ -130,36 +127,3 @@ def frontier_lines(plan: FormatPlan) -> list[str]:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
         lines.append("  ".join((*aligned, formats)))
     return [f"frontier, tok/s on {plan.device}:", *lines, plan.reason]
-
-
-def draw_frontier(plan: FormatPlan, path: Path) -> None:
-    """Write the picture: divergence and flips at decisions, by bytes per token and predicted speed."""
-    need("matplotlib", "plots")
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    predicted = [p for p in plan.points if not p.measured]
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-
-    def both(points: Sequence[FrontierPoint], style: str, label: str) -> None:
-        read = [p.read_bytes / 1e9 for p in points]
-        upper.plot(read, [p.kl + p.decisions for p in points], style, label=label)
-        lower.plot(read, [100 * p.flips for p in points], style)
-
-    both(predicted, ".-", "predicted from single groups")
-    both([p for p in plan.points if p.measured], "s", "measured as a whole")
-    both([p for p in plan.points if p.taken], "k*", "taken")
-    speeds = upper.twiny()
-    at = [p.read_bytes / 1e9 for p in predicted]
-    speeds.set_xticks(at, [f"{p.tok_s:.0f}" for p in predicted], fontsize="small")
-    speeds.set_xlabel(f"tok/s on {plan.device} (predicted)")
-    upper.set_ylabel("KL + KL at decisions, nats")
-    lower.set(xlabel="GB of weights per token", ylabel="flips at decisions, %")
-    speeds.set_xlim(upper.get_xlim())
-    upper.legend(fontsize="small")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-    # The same seed gives the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "annie_quant"}):
-        figure.savefig(path, metadata={"Date": None})

@@ -30,6 +30,10 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 
 MIN_CONVERSATIONS = 8  # of which two are held out
 CONVERSATIONS_PER_HELD_OUT = 4  # at most one of so many is held out
+TOO_FEW = (
+    f"GPTQ is not compared with plain rounding: {MIN_CONVERSATIONS} conversations or more are needed "
+    "(annie-quant data, or init with --logs)"
+)
 ENOUGH_DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
 MAX_POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens, prompts included
 # Of the answers that a trial scores, and of these answers with their prompts.

@@ -36,7 +36,6 @@ class PlannedLinear:
 
     format: of the weight and the inputs. A tied head becomes a tensor of its own, and the embedding stays.
     input_amax: largest |input| in calibration, for the input scale; None where none was observed.
-    input_scale: multiplier of the inputs in place of the one from `input_amax`.
     packed: finished codes; None: the weight is rounded to nearest when it is written.
     weight_amax: largest magnitude for the tensor scale, where that is not the weight's own.
     tokens: calibration tokens that reached an expert, at the first of its linears that read one input.
@@ -44,7 +43,6 @@ class PlannedLinear:
 
     format: Format
     input_amax: float | None = None
-    input_scale: np.float32 | None = None
     packed: nvfp4.Tensor | None = None
     weight_amax: float | None = None
     tokens: int | None = None
@@ -112,9 +110,6 @@ class QuantizationPlan:
         scales: dict[str, np.float32] = {}
         for name, amax in family.largest_of_input(largest).items():
             scales[name] = np.float32(amax) / np.float32(self.linears[name].format.largest)
-        for name, linear in self.linears.items():
-            if linear.input_scale is not None:
-                scales[name] = linear.input_scale
         return scales
 
 

@@ -31,16 +31,15 @@ from annie_quant.core.progress import Progress
 from annie_quant.models.formats import GROUP, Format
 from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.offline.engine import Row, split_by_size
-from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import gptq
 from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
+from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE, CalibrationSample
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import arrange
-from annie_quant.quantize.strategy import Job, StrategyOptions
+from annie_quant.quantize.strategy import Job, Method, StrategyOptions
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +49,6 @@ HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
 MAX_WEIGHT_CHANGE = 0.19
 RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
-
-
-@dataclass(frozen=True)
-class Method:
-    """How the linears of a model are rounded.
-
-    prompt: weight of a prompt's token relative to a response's.
-    damping: added to the Hessian's diagonal, relative to its mean.
-    """
-
-    prompt: float = 0.1
-    damping: float = 0.05
-
-    def token_weights(self) -> TokenWeights:
-        return {**text.RESPONSE, text.PROMPT: self.prompt}
 
 
 @dataclass
@@ -371,7 +355,7 @@ def round_model(
     store.mkdir(exist_ok=True)
     shared = arrange(samples)
     model = DecoderLayers(folder, shared.batches)
-    table = shared.weight_table(method.token_weights(), model.device)
+    table = shared.weight_table({**RESPONSE, PROMPT: method.prompt}, model.device)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder] = LayerRounder
     # StreamRounder chooses scales by no other rule.
     if device_kind() == "cuda" and plan.scale == "sweep":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import time
@@ -24,7 +23,6 @@ from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
-from annie_quant.quantize.frontier import FRONTIER_PICTURE, draw_frontier
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import (
     AnswerSource,
@@ -198,8 +196,6 @@ def _write(
         from annie_quant.quantize.input_stats import coverage_line
 
         progress.message(coverage_line(plan.tokens))
-    if plan.frontier and importlib.util.find_spec("matplotlib"):
-        draw_frontier(plan.frontier, job.output / FRONTIER_PICTURE)
     if part.write:
         part.write(job, plan, progress)
     else:

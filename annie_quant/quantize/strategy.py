@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_file
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder
-from annie_quant.models.formats import BF16, NVFP4, W4A16, Format
+from annie_quant.models.formats import BF16, NVFP4, Format
 
 if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
@@ -60,14 +60,13 @@ def described(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-Damping = Annotated[float, described("added to the Hessian's diagonal, relative to its mean")]
-PromptWeight = Annotated[float, described("weight of a prompt's token relative to a response's")]
-ActivationBits = Annotated[Literal[4, 16], described("bits of the inputs: 4 (W4A4) or 16")]
+class Method(StrategyOptions, frozen=True):
+    """How GPTQ rounds; the options of the strategies that round by it."""
 
-
-def four_bit_format(activation_bits: object) -> Format:
-    """Return the format of 4-bit weights whose inputs have 4 or 16 bits."""
-    return W4A16 if activation_bits == 16 else NVFP4
+    damping: Annotated[
+        float, described("added to the Hessian's diagonal, relative to its mean")
+    ] = 0.05
+    prompt: Annotated[float, described("weight of a prompt's token relative to a response's")] = 0.1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -13,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_zoo as zoo
-import numpy as np
 import pytest
 from paths import CALIBRATION, ROOT
 
 import annie_quant as aq
-from annie_quant.checkpoint import ModelFolder, writer
+from annie_quant.checkpoint import writer
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.progress import ByteProgress, Lines
 from annie_quant.quantize.strategies import direct
@@ -221,47 +219,6 @@ def test_progress_reports_amount_speed_and_remaining_time(monkeypatch):
     now[0] += 2
     progress.add(400_000_000)
     assert lines[-1] == "600 of 1,000 MB, 200 MB/s, 2 s left"
-
-
-# -- W4A4 with input scales from a file
-
-
-def test_input_scales_from_a_checkpoint_and_from_a_file(source, tmp_path):
-    calibrated = zoo.nvfp4(tmp_path / "calibrated", source)
-    aq.quantize.run("direct", source, tmp_path / "out", input_scales=str(calibrated))
-    assert aq.checkpoint.audit(tmp_path / "out", source=source).ok
-    theirs, ours = zoo.read(calibrated), zoo.read(tmp_path / "out")
-    assert {n for n in ours if n.endswith("input_scale")} == {
-        n for n in theirs if n.endswith("input_scale")
-    }
-    assert ModelFolder(tmp_path / "out").config["quantization_config"]["quant_algo"] == "NVFP4"
-    scales = {n.removesuffix(".input_scale"): 0.004 for n in ours if n.endswith("input_scale")}
-    scales["model.layers.3.self_attn.k_proj"] = 0.006
-    (tmp_path / "scales.json").write_text(json.dumps(scales))
-    aq.quantize.run("direct", source, tmp_path / "file", input_scales=str(tmp_path / "scales.json"))
-    output = ModelFolder(tmp_path / "file")
-    for k in "qkv":  # served as one matrix: the largest
-        assert output.scalar(f"model.layers.3.self_attn.{k}_proj.input_scale") == np.float32(0.006)
-    assert aq.checkpoint.audit(tmp_path / "file", source=source).ok
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        ('{"model.layers.0.mlp.up_proj": 0.1}', "no input scale in"),
-        ('{"a": 0}', "a is 0"),
-        ('{"a": "x"}', "could not convert"),
-        ("[]", "has no attribute"),
-        ("{", "Expecting"),
-        ("{}", "holds no input scale"),
-        ('{"a": NaN}', "a is nan"),
-    ],
-)
-def test_invalid_input_scales_are_refused(source, tmp_path, content, error):
-    (tmp_path / "s.json").write_text(content)
-    with pytest.raises((UsageError, CheckpointError), match=error):
-        aq.quantize.run("direct", source, tmp_path / "out", input_scales=str(tmp_path / "s.json"))
-    assert not (tmp_path / "out").exists()
 
 
 # -- killed

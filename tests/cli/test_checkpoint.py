@@ -150,7 +150,6 @@ def test_compare_lists_the_worst(checkpoints):
         (("--set", "shard_size=big"), 2, "--set shard_size=2GB"),
         (("--set", "shards=3"), 2, "shard_size"),
         (("--exclude-layers", "layers.9"), 2, "matches none"),
-        (("--set", "input_scales=nowhere.json"), 2, "a JSON object"),
     ],
 )
 def test_direct_refuses_in_one_line_and_leaves_no_files(

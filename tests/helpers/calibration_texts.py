@@ -8,11 +8,22 @@ import numpy as np
 
 from annie_quant.quantize.calibration_samples import (
     CONTENT,
+    PADDING,
     PROMPT,
     CalibrationSample,
     TokenBatch,
-    padded,
 )
+
+
+def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
+    """Return samples as one batch, padded on the right to the longest."""
+    width = max(len(s.ids) for s in samples)
+    ids = np.zeros((len(samples), width), np.int64)
+    kinds = np.full((len(samples), width), PADDING, np.int64)
+    for i, sample in enumerate(samples):
+        ids[i] = np.resize(sample.ids, width)
+        kinds[i, : len(sample.kinds)] = sample.kinds
+    return TokenBatch(ids, kinds)
 
 
 def conversations(seed: int = 0) -> list[CalibrationSample]:

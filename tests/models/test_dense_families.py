@@ -196,12 +196,13 @@ def test_a_fold_into_rows_divides_their_biases() -> None:
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_the_layers_compute_what_the_whole_model_does(sources: dict[str, Path], kind: str) -> None:
-    from annie_quant.quantize import calibration_samples
+    from calibration_texts import padded
+
     from annie_quant.quantize.calibration_text import samples_of_rows
     from annie_quant.quantize.layerwise import DecoderLayers
 
     samples = samples_of_rows(sources[kind], read_conversations(CALIBRATION)[:2])[:3]
-    layers = DecoderLayers(ModelFolder(sources[kind]), [calibration_samples.padded(samples)])
+    layers = DecoderLayers(ModelFolder(sources[kind]), [padded(samples)])
     for layer in layers:
         layer.advance()
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -25,7 +25,8 @@ from annie_quant.models.formats import GROUP, W4A16
 from annie_quant.offline.engine import Row
 from annie_quant.quantize import kl_trial
 from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
-from annie_quant.quantize.rounding import Method, round_head
+from annie_quant.quantize.rounding import round_head
+from annie_quant.quantize.strategy import Method
 
 
 def nearest(folder: ModelFolder) -> nvfp4.Tensor:

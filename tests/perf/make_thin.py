@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import torch  # noqa: E402
+from calibration_texts import padded  # noqa: E402
 from paths import TINY_ANNIE  # noqa: E402
 from tiny_variants import save_variant  # noqa: E402
 from torch import nn  # noqa: E402
@@ -34,7 +35,6 @@ from annie_quant.quantize.calibration_samples import (  # noqa: E402
     PADDING,
     PROMPT,
     CalibrationSample,
-    padded,
 )
 from annie_quant.quantize.calibration_text import samples_of_rows  # noqa: E402
 

@@ -24,8 +24,8 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.models.formats import NVFP4
 from annie_quant.quantize import gptq, kl_trial, rounding
 from annie_quant.quantize.formats import choose
-from annie_quant.quantize.rounding import Method, round_model
-from annie_quant.quantize.strategy import Job
+from annie_quant.quantize.rounding import round_model
+from annie_quant.quantize.strategy import Job, Method
 
 ROUNDERS = {
     "stored": (

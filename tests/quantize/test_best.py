@@ -27,7 +27,8 @@ pytest.importorskip(
 from annie_quant.quantize import rounding  # noqa: E402
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
-from annie_quant.quantize.rounding import Method, RoundingTask, StreamRounder  # noqa: E402
+from annie_quant.quantize.rounding import RoundingTask, StreamRounder  # noqa: E402
+from annie_quant.quantize.strategy import Method  # noqa: E402
 
 LAYERS = 4
 

@@ -55,11 +55,7 @@ def run(home: Path, strategy: str, source: str = "merged", **options) -> Path:
             **options,
         }
         LINES[out] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                runner, "draw_frontier", lambda plan, path: None
-            )  # tested in quantize/test_frontier_plan.py
-            quantize.run(strategy, home / source, out, report=LINES[out].append, **settings)
+        quantize.run(strategy, home / source, out, report=LINES[out].append, **settings)
     return out
 
 

@@ -14,7 +14,8 @@ torch = pytest.importorskip(
     "torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]"
 )
 from annie_quant.quantize import gptq as hessians  # noqa: E402
-from annie_quant.quantize.rounding import LayerRounder, Method, RoundingTask  # noqa: E402
+from annie_quant.quantize.rounding import LayerRounder, RoundingTask  # noqa: E402
+from annie_quant.quantize.strategy import Method  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 

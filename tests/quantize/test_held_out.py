@@ -38,7 +38,8 @@ from annie_quant.quantize.held_out import (  # noqa: E402
     sum_and_standard_error,
 )
 from annie_quant.quantize.plan import Export, QuantizationPlan, export  # noqa: E402
-from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
+from annie_quant.quantize.rounding import round_model  # noqa: E402
+from annie_quant.quantize.strategy import Method  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip(
     "torch", reason="the layers run in torch: pip install annie-quant[quantize]"
 )
-from calibration_texts import make_batches  # noqa: E402
+from calibration_texts import make_batches, padded  # noqa: E402
 
 from annie_quant.offline import deltanet  # noqa: E402
 from annie_quant.quantize import (  # noqa: E402
@@ -71,7 +71,7 @@ def test_batches_hold_every_text_once(samples: list[CalibrationSample]) -> None:
 
 
 def test_the_last_hidden_states_are_the_whole_model_s(samples: list[CalibrationSample]) -> None:
-    batch = calibration_samples.padded(samples[:4])
+    batch = padded(samples[:4])
     layers = DecoderLayers(ModelFolder(TINY_ANNIE), [batch])
     for layer in layers:
         layer.advance()
@@ -115,8 +115,10 @@ def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
     x = torch.randn(2, 6, steps, generator=rng)
     x = x if contiguous else x.transpose(1, 2).contiguous().transpose(1, 2)
     weight, bias = torch.randn(6, 4, generator=rng), torch.randn(6, generator=rng)
-    padded = torch.nn.functional.pad(x.double(), (3, 0))
-    expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
+    extended = torch.nn.functional.pad(x.double(), (3, 0))
+    expected = torch.nn.functional.conv1d(
+        extended, weight[:, None].double(), bias.double(), groups=6
+    )
     with torch.inference_mode():
         plain = deltanet.conv_on_cpu(x, weight, bias, None)
         active = deltanet.conv_on_cpu(x, weight, bias, "silu")

@@ -16,7 +16,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 pytest.importorskip(
     "torch", reason="the strategies run on torch: pip install annie-quant[quantize]"
 )
-from annie_quant.quantize import mixed_formats, runner
+from annie_quant.quantize import mixed_formats
 
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
@@ -35,9 +35,6 @@ def run(
     output = tmp_path_factory.mktemp("run") / request.param
     settings = {"calib_samples": 2, **SETTINGS.get(request.param, {})}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            runner, "draw_frontier", lambda plan, path: None
-        )  # tested in quantize/test_frontier_plan.py
         patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
         patch.setattr(mixed_formats, "POSITIONS", 512)
         result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, **settings)

@@ -35,9 +35,11 @@ from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 from annie_quant.quantize.shared_text import PassCost, SharedText  # noqa: E402
 
 WEIGHTS = {
-    **calibration_samples.MANNERS_RESPONSE,
     calibration_samples.PROMPT: 0.1,
+    calibration_samples.CONTENT: 1.0,
+    calibration_samples.TOOL_MARKUP: 8.0,
     calibration_samples.THINKING: 3.0,
+    calibration_samples.END_OF_TURN: 8.0,
 }
 
 

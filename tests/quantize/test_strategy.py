@@ -16,8 +16,6 @@ NEW_STRATEGY = '''
 """new: every linear in FP8, with input scales of 1."""
 from typing import Annotated
 
-import numpy as np
-
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.models.formats import FP8
 from annie_quant.quantize.formats import choose
@@ -33,8 +31,8 @@ def plan(job, progress):
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), FP8)
     announce_size(folder, formats, progress)
-    scale = np.float32(job.options.scale)
-    return QuantizationPlan({name: PlannedLinear(FP8, input_scale=scale) for name in formats})
+    amax = 448 * job.options.scale
+    return QuantizationPlan({name: PlannedLinear(FP8, input_amax=amax) for name in formats})
 
 
 STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attention", "deltanet"), FP8),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import HEAD
@@ -18,7 +18,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.models.formats import W4A16, Format
-from annie_quant.quantize.formats import choose
+from annie_quant.quantize.formats import four_bit_formats
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
@@ -26,22 +26,14 @@ from annie_quant.quantize.strategy import (
     KEPT_INPUTS,
     SWEEP_TIME,
     Cost,
-    Damping,
     Job,
-    PromptWeight,
+    Method,
     Strategy,
-    StrategyOptions,
     described,
-    four_bit_format,
 )
 
-if TYPE_CHECKING:
-    from annie_quant.quantize.rounding import Method
 
-
-class BestOptions(StrategyOptions, frozen=True):
-    damping: Damping = 0.05
-    prompt: PromptWeight = 0.1
+class BestOptions(Method, frozen=True):
     activations: Annotated[
         Literal["mixed", 4, 16],
         described("bits of all inputs, 4 or 16; mixed: 4 for what `share` allows, else 16"),
@@ -67,25 +59,20 @@ class BestOptions(StrategyOptions, frozen=True):
 
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.rounding import Method
-
     options = job.options
-    limits = limits_of(options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
-    four_bit = four_bit_format(options.activations)
-    formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit)
     share = options.share if options.activations == "mixed" else None
-    method = Method(prompt=options.prompt, damping=options.damping)
-    return plan_model(job, limits, formats, method, progress, share, look=True)
+    four_bit = four_bit_formats(job, options.activations)
+    return plan_model(job, four_bit, options, progress, limits_of(options), share, look=True)
 
 
 def plan_model(
     job: Job[Any],
-    limits: Limits,
     four_bit: Mapping[str, Format],
     method: Method,
     progress: Progress,
+    limits: Limits | None = None,
     share: float | None = None,
     look: bool = False,
 ) -> QuantizationPlan:
@@ -102,33 +89,31 @@ def plan_model(
     from annie_quant.quantize.input_stats import calibrated
     from annie_quant.quantize.rounding import round_model
 
-    folder = ModelFolder(job.model)
     text = read_answers(job, progress)
     samples = text.samples
-    if str(limits):
+    if limits:
         frontier_plan.planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
     if share is not None:
         four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
     planned = QuantizationPlan.of(four_bit)
-    learned, held = held_out.hold_out(samples)
     looked = held_out.HeldOutLook()
-    if look and not held:
-        progress.message(
-            f"GPTQ is not compared with plain rounding: {held_out.MIN_CONVERSATIONS} conversations or more are needed "
-            "(annie-quant data, or init with --logs)"
-        )
-    if str(limits) or (look and held):
+    if limits or look:
+        learned, held = held_out.hold_out(samples)
+        if look and not held:
+            progress.message(held_out.TOO_FEW)
+        look = look and bool(held)
+    if limits or look:
         rounded = round_model(job, four_bit, learned, method, progress, "layers-learned")
         trials = held_out.FormatTrials(job, held or samples, rounded)
-        if str(limits):
+        if limits:
             planner = frontier_plan.planner_of(job, limits, four_bit)
             planned = frontier_plan.choose_formats(
                 job, planner, learned, trials, method.damping, progress
             )
-        if look and held:
+        if look:
             looked = held_out.compare_with_plain(trials, planned.formats, held, progress)
         del trials  # its model is not needed in memory any more
-    announce_size(folder, planned.formats, progress)
+    announce_size(ModelFolder(job.model), planned.formats, progress)
     formats = {n: f for n, f in planned.formats.items() if f.in_four_bits and n != HEAD}
     if looked.plain_is_better:
         amax, tokens, _ = calibrated(job, list(formats), progress)
@@ -145,8 +130,8 @@ def plan_model(
     return result
 
 
-def limits_of(options: BestOptions) -> Limits:
-    """Return the limits of the options. Raises UsageError for values that cannot be limits."""
+def limits_of(options: BestOptions) -> Limits | None:
+    """Return the limits of the options, or None without any. Raises UsageError for values that cannot be limits."""
     for name in ("max_gb", "max_loss"):
         if not getattr(options, name) > 0:
             raise UsageError(
@@ -154,12 +139,11 @@ def limits_of(options: BestOptions) -> Limits:
             )
     if not 0 <= options.min_tps < math.inf:
         raise UsageError(f"--min-tps {options.min_tps:g}: expected a positive number")
-    device = (
-        decode_speed.find_device(options.device)
-        if options.device
-        else decode_speed.default_device()
-    )
-    return Limits(device, options.max_gb, options.min_tps, options.max_loss)
+    device = decode_speed.default_device()
+    if options.device:
+        device = decode_speed.find_device(options.device)
+    limits = Limits(device, options.max_gb, options.min_tps, options.max_loss)
+    return limits if str(limits) else None
 
 
 STRATEGY = Strategy(

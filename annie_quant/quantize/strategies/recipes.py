@@ -8,30 +8,27 @@ A to D are the strategies of the original plan. torch is imported when a plan is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.models.formats import FP8, NVFP4, W4A16, Format
-from annie_quant.quantize.formats import choose, excluded
+from annie_quant.quantize.formats import choose, excluded, four_bit_formats
 from annie_quant.quantize.frontier import Limits
-from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategies.best import plan_model
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     KEPT_INPUTS,
     SWEEP_TIME,
-    ActivationBits,
     Cost,
-    Damping,
     Job,
-    PromptWeight,
+    Method,
     Strategy,
     StrategyOptions,
     described,
-    four_bit_format,
 )
 
 LINEARS = ("mlp", "attention", "deltanet")
@@ -51,7 +48,7 @@ def max_calibrated(
 
 
 def all_nvfp4(job: Job[StrategyOptions]) -> dict[str, Format]:
-    return dict.fromkeys(choose(ModelFolder(job.model), job.exclude), NVFP4)
+    return four_bit_formats(job, 4)
 
 
 NAIVE = Strategy(
@@ -116,25 +113,13 @@ AWQ_LITE = Strategy(
 )
 
 
-class GptqOptions(StrategyOptions, frozen=True):
-    damping: Damping = 0.05
-    prompt: PromptWeight = 0.1
-    activations: ActivationBits = 4
+class GptqOptions(Method, frozen=True):
+    activations: Annotated[Literal[4, 16], described("bits of the inputs: 4 (W4A4) or 16")] = 4
 
 
 def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.calibration_text import read_answers
-    from annie_quant.quantize.rounding import Method, round_model
-
-    folder = ModelFolder(job.model)
-    options = job.options
-    formats = dict.fromkeys(choose(folder, job.exclude), four_bit_format(options.activations))
-    announce_size(folder, formats, progress)
-    method = Method(prompt=options.prompt, damping=options.damping)
-    text = read_answers(job, progress)
-    plan = round_model(job, formats, text.samples, method, progress)
-    plan.calibration = text.use
-    return plan
+    formats = four_bit_formats(job, job.options.activations)
+    return plan_model(job, formats, job.options, progress)
 
 
 GPTQ = Strategy(
@@ -166,10 +151,8 @@ class AutoMixedOptions(StrategyOptions, frozen=True):
 
 def plan_bits(job: Job[AutoMixedOptions], progress: Progress) -> QuantizationPlan:
     """Return the plan of the frontier's point at `bits` per weight, where all inputs of 4-bit linears are rounded."""
-    from annie_quant.quantize.rounding import Method
-
     limits = Limits(decode_speed.default_device(), max_bits=job.options.bits)
-    return plan_model(job, limits, all_nvfp4(job), Method(), progress)
+    return plan_model(job, all_nvfp4(job), Method(), progress, limits)
 
 
 AUTO_MIXED = Strategy(

@@ -104,6 +104,7 @@ SETTINGS = (
 
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
+    quiet_engines()  # before the estimate imports transformers
     from annie_quant.checkpoint import ModelFolder, decode_speed
     from annie_quant.data.rows import check_calibration
     from annie_quant.quantize import estimates, strategies
@@ -136,7 +137,6 @@ def quantize(options: QuantizeOptions) -> None:
                 echo(line, err=not options.dry_run)
     if options.dry_run:
         return
-    quiet_engines()
     for note in check_calibration(
         options.calib_data, options.persona, options.allow_prompt_mismatch
     ):

@@ -24,6 +24,7 @@ from annie_quant.offline.prompts import AnswerNotLocated, ScoredAnswer, Template
 from annie_quant.quantize.backend import device_and_dtype, free_memory_bytes
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
 from annie_quant.quantize.own_answers import OwnAnswers, own_answers
+from annie_quant.quantize.shared_text import distinct_positions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 # Hidden states of all rows: a layer's inputs and outputs of two streams (rounding.py).
@@ -208,13 +209,6 @@ def affordable_positions(folder: ModelFolder) -> int:
     _, dtype = device_and_dtype(folder)
     hidden_size = integer(folder.text_config.get("hidden_size")) or 1
     return int(MEMORY_SHARE * free_memory_bytes() / (STATE_COPIES * hidden_size * dtype.itemsize))
-
-
-def distinct_positions(rows: Iterable[tuple[int, ...]]) -> int:
-    """Return the number of positions that are computed where every shared prefix is computed once."""
-    ordered = sorted(rows)
-    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(ordered))
-    return sum(map(len, ordered)) - shared
 
 
 def remedy(samples: Sequence[CalibrationSample], limit: RowLimit, not_located: Counter[str]) -> str:

@@ -7,7 +7,6 @@ that other processes change them little: a crowded machine takes longer than est
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -19,15 +18,22 @@ from pathlib import Path
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.decode_speed import TokenBytes
+from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.size import bytes_per_token
+from annie_quant.checkpoint.size import AttentionShape, bytes_per_token, caches_of
 from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
 from annie_quant.models.formats import BF16
 from annie_quant.quantize import strategies
-from annie_quant.quantize.strategy import Cost, Strategy, in_float32
+from annie_quant.quantize.strategy import (
+    TRIAL_POSITIONS,
+    TRIAL_TOKENS,
+    Cost,
+    Strategy,
+    in_float32,
+)
 
 
 @dataclass(frozen=True)
@@ -66,28 +72,40 @@ SPARK_RATES = Rates(
     119e9,
     "DGX Spark: 91 bf16 TFLOP/s and 232 GB/s measured; 119 GB free, 20 float32 TFLOP/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
 )
-# Shares of the matmul rate, measured on a CPU (SmolLM2-135M) and consistent with an H200 (Qwen2.5-Coder-0.5B and 1.5B).
+# ---- constants of times: shares of the matmul rate, measured on a CPU with SmolLM2-135M (tests/perf/strategies.md) and consistent
+# with an H200 (tests/quantize/test_estimates.py has both measurements)
+
 FORWARD_SHARE = 0.6
 HESSIAN_SHARE = 0.9
-FACTOR_SHARE = {
-    True: 0.45,
-    False: 0.01,
-}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
+# On a CPU; on a GPU, of its float32 rate and with the copy to the host.
+FACTOR_SHARE = {"cpu": 0.45, "cuda": 0.01}
 COLUMNS_SHARE = 0.75
 PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
 HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq.Sampling)
-START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
+START_S = {"cpu": 8.0, "cuda": 20.0}  # imports and tokenizer; on a GPU also CUDA
 ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
 DISK = 1e9  # bytes per second, assumed
 TOKENIZED_S = 2e6  # tokens per second, of which most belong to a prompt that was tokenized before
-TEXT_BYTES = 24  # of a token's number and kind, in the samples of all answers
 CHARACTERS = 6  # of a conversation's JSON per token
-HIDDEN_COPIES = (
-    3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
-)
-BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
+
+# ---- constants of memory, set by the peaks in tests/perf/long_prompts.md: on a CPU the process's largest resident set, on a GPU
+# torch's largest allocation
+
+BASE_BYTES = 0.4e9  # Python, torch and this package; on a GPU what a forward pass computes
+BF16_BYTES = 2  # of a weight
+TEXT_BYTES = 24  # of a token's number and kind, in the samples of all answers
+# Of the text's hidden states: a layer's inputs and outputs, and the gathered inputs or the second stream.
+HIDDEN_COPIES = 3
+# Numbers per token that a forward pass through one layer has in memory on a CPU: this many hidden states and MLP inputs.
+PASS_HIDDEN = 12
+PASS_INTERMEDIATE = 4
+PASS_TOKENS = {"cpu": 4096, "cuda": 32768}  # of a pass through one layer (shared_text.PASS_COSTS)
+# Tokens that a trial's forward pass adds to the prompt that they share, and of an estimate's batch (offline/engine.py).
 BATCH_TOKENS = 4096
+TRIAL_CACHES = 2  # keys and values of the batch that is scored and of the one that is computed
+# float32 scores of a head for a batch and all earlier tokens, on a GPU.
+SCORE_COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -165,73 +183,40 @@ def estimate(
     """
     chosen = strategies.find(strategy)
     chosen.settings(options or {})  # refuses settings that the strategy does not have
-    cost = chosen.cost
     published = published_sizes().get(str(model))
-    layerwise = cost.layerwise
-    if not published:
-        config = ModelFolder(model).config
-        strategies.check_family(chosen, config)
-        layerwise &= not chosen.any_family or models.is_known(config)
+    folder = None if published else ModelFolder(model)
+    layerwise = chosen.cost.layerwise
+    if folder is not None:
+        strategies.check_family(chosen, folder.config)
+        layerwise &= not chosen.any_family or models.is_known(folder.config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK_RATES if published else measure_rates())
-    weights = sum(size.counts.values())
+    text = NO_TEXT
+    if chosen.cost.passes and calib_data:
+        source = None if folder is None else folder.path
+        text = text_of_file(calib_data, samples, source, calib_tokens)
+    elif chosen.cost.passes:
+        text = assumed_text(samples, tokens)
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
-    text = NO_TEXT
-    if cost.passes and calib_data:
-        text = text_of_file(calib_data, samples, None if published else Path(model), calib_tokens)
-    elif cost.passes:
-        text = assumed_text(samples, tokens)
-    width = 4 if in_float32(2 * weights, rates.on_cpu) else 2  # bytes of a number
-    if layerwise:
-        peak = layerwise_bytes(cost, size, text, width)
-        peak += size_bytes if cost.keeps_results else 0
-    else:
-        # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
-        vocabulary = max(size.counts["head"], size.counts["embedding"]) / size.hidden_size
-        logits = 4 * min(text.computed, BATCH_TOKENS) * vocabulary
-        peak = BASE_BYTES + cost.bytes_per_weight * weights + logits
-    if cost.whole_model:
-        whole = width / 2 * cost.whole_model * rounded + width * (weights - rounded)
-        peak = max(peak, BASE_BYTES + whole)
-    seconds = {
-        "read": 2 * weights / DISK,
-        "encode": cost.encode * 2 * rounded / rates.encode,
-        "write": size_bytes / DISK,
-    }
-    if cost.passes:
-        seconds |= calibration_seconds(cost, size, rates, text, rounded)
-    read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * 2, size.layers)
-    if not published:
-        shards = ModelFolder(model)
-        read = decode_speed.token_bytes(shards, strategy_read_bytes(shards, chosen))
+    shape = AttentionSize.of(size, folder)
+    work = Workload(chosen.cost, size, shape, text, rates, rounded, size_bytes)
+    read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * BF16_BYTES, size.layers)
+    if folder is not None:
+        read = decode_speed.token_bytes(folder, strategy_read_bytes(folder, chosen))
     return Estimate(
         strategy=chosen.name,
         model=size.label,
-        weights=weights,
+        weights=work.weights,
         size_bytes=round(size_bytes),
-        bits_per_weight=8 * size_bytes / weights,
+        bits_per_weight=8 * size_bytes / work.weights,
         speed=decode_speed.speed_of(read, device),
-        peak_bytes=round(peak),
-        layerwise=layerwise and not cost.whole_model,
-        seconds=seconds,
+        peak_bytes=round(work.peak_bytes(layerwise)),
+        layerwise=layerwise and not chosen.cost.trials,
+        seconds=work.seconds(),
         rates=rates,
         text=text.line,
     )
-
-
-def layerwise_bytes(cost: Cost, size: ModelSize, text: TextSize, width: int) -> float:
-    """Return the memory of a strategy with one layer at a time, without its results. width: bytes of a number."""
-    total = BASE_BYTES + cost.hessians * 4 * size.intermediate_size**2
-    if not cost.passes:
-        return total
-    outside = size.counts.get("embedding", 0) + size.counts.get("head", 0)
-    layer = (sum(size.counts.values()) - outside) / max(1, size.layers)
-    total += (cost.bytes_per_layer_weight + width - 2) * layer
-    total += HIDDEN_COPIES * text.computed * size.hidden_size * width + TEXT_BYTES * text.tokens
-    # The inputs of a block's last linear.
-    inputs = [width * text.computed * n for n in (size.hidden_size, size.intermediate_size)]
-    return total + max((stored for stored in inputs if stored <= cost.kept_inputs), default=0)
 
 
 def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:
@@ -277,69 +262,209 @@ def text_of_file(
     model: folder whose tokenizer counts; None: tokens are estimated from characters.
     Raises UsageError where fewer than half of the conversations can be used.
     """
-    from annie_quant.offline.caches import common_prefix
-
     rows = read_conversations(file, samples)
     if model is not None:
         from annie_quant.quantize.calibration_text import text_of_rows
 
         use = text_of_rows(model, rows, calib_tokens).use
         return TextSize(use.conversations, use.tokens, use.computed, use.prefix, use.line())
-    texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)
+    from annie_quant.quantize.shared_text import distinct_positions
+
+    texts = [json.dumps([row.get("tools"), row["messages"]]) for row in rows]
     tokens = sum(map(len, texts)) // CHARACTERS
-    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) // CHARACTERS
+    computed = distinct_positions(texts) // CHARACTERS
     line = f"{len(rows)} conversations, about {tokens:,} tokens"
-    return TextSize(len(rows), tokens, tokens - shared, line=line)
+    return TextSize(len(rows), tokens, computed, line=line)
 
 
-def calibration_seconds(
-    cost: Cost, size: ModelSize, rates: Rates, text: TextSize, rounded: int
-) -> dict[str, float]:
-    """Return the durations of what calibration does. rounded: number of weights that are rounded."""
-    positions = text.computed
-    hidden = size.hidden_size
-    width = size.intermediate_size
-    layers = size.layers
-    mlp = size.counts.get("mlp", 0)
-    body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
-    in_full = in_float32(2 * sum(size.counts.values()), rates.on_cpu)
-    rate = rates.float32_flop_s if in_full else rates.flop_s
-    tokens = cost.passes * positions
-    rounds = 1
-    if cost.held_out_look and rates.on_cpu:  # trials have few tokens there, and rounding counts
-        from annie_quant.quantize import held_out, mixed_formats
+@dataclass(frozen=True)
+class AttentionSize:
+    """The shape of attention, which decides the memory and time of long prompts.
 
-        of_trial = text.prefix + min(positions, mixed_formats.POSITIONS)
-        scored = text.prefix + min(positions, held_out.TRIAL_POSITIONS["cpu"])
-        tokens = mixed_formats.BANDS * of_trial + 4 * scored + 2 * positions
-        rounds = 2
-    # Bytes that norms, attention and gates read and write.
-    activations = 4 * tokens * layers * (20 * hidden + 6 * width)
-    batches = cost.passes + tokens / BATCH_TOKENS
-    # Scores and values of all earlier tokens, in the layers whose attention sees them.
-    attention_layers = layers / 4 if size.counts.get("deltanet") else layers
-    attended = 2 * tokens * text.tokens / max(1, text.conversations) * hidden * attention_layers
-    seconds = {
-        "start": START_S[rates.on_cpu] + ROW_S * text.conversations + text.tokens / TOKENIZED_S,
-        "text": (2 * body * tokens + attended) / (rate * FORWARD_SHARE)
-        + activations / rates.copy
-        + layers * batches * BATCH_S,
-    }
-    if cost.column_feedback:
+    layers: number of layers whose attention sees all earlier tokens.
+    heads: of the queries.
+    position: elements of keys and values of a token in all layers.
+    """
+
+    layers: float
+    heads: int
+    position: float
+
+    @classmethod
+    def of(cls, size: ModelSize, folder: ModelFolder | None) -> AttentionSize:
+        """Return the shape of a folder's model; of a published one what models of its kind have."""
+        layers = size.layers / 4 if size.counts.get("deltanet") else size.layers
+        heads = max(1, size.hidden_size // 128)
+        if folder is None:
+            return cls(layers, heads, 2 * layers * size.hidden_size / 4)
+        shape = read_struct(AttentionShape, folder.text_config)
+        position = caches_of(shape, element=1).position
+        return cls(layers, shape.num_attention_heads or heads, position)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a strategy computes, for its memory and time.
+
+    rounded: number of weights that are rounded.
+    size_bytes: of the result.
+    """
+
+    cost: Cost
+    size: ModelSize
+    attention: AttentionSize
+    text: TextSize
+    rates: Rates
+    rounded: int
+    size_bytes: float
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rates.on_cpu else "cuda"
+
+    @property
+    def weights(self) -> int:
+        return sum(self.size.counts.values())
+
+    @property
+    def body(self) -> int:
+        """Number of weights in the decoder's layers."""
+        counts = self.size.counts
+        return self.weights - counts.get("embedding", 0) - counts.get("head", 0)
+
+    @property
+    def vocabulary(self) -> float:
+        counts = self.size.counts
+        return max(counts["head"], counts["embedding"]) / self.size.hidden_size
+
+    @property
+    def in_float32(self) -> bool:
+        return in_float32(BF16_BYTES * self.weights, self.rates.on_cpu)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that is computed."""
+        return 4 if self.in_float32 else 2
+
+    # ---- memory
+
+    def peak_bytes(self, layerwise: bool) -> float:
+        """Return the most memory in use. layerwise: one layer at a time; else the whole model."""
+        if not layerwise:
+            logits = 4 * min(self.text.computed, BATCH_TOKENS) * self.vocabulary
+            return BASE_BYTES + BF16_BYTES * self.weights + logits
+        results = self.size_bytes if self.cost.trials else 0.0
+        peak = self.layerwise_bytes() + results
+        return max(peak, self.trial_bytes()) if self.cost.trials else peak
+
+    def layerwise_bytes(self) -> float:
+        """Return the memory of one layer, its Hessians and the states of the text."""
+        hidden = self.size.hidden_size
+        intermediate = self.size.intermediate_size
+        total = BASE_BYTES + self.cost.hessians * 4 * intermediate**2
+        if not self.cost.passes:
+            return total
+        layer = self.body / max(1, self.size.layers)
+        total += (self.cost.bytes_per_layer_weight + self.width - BF16_BYTES) * layer
+        tokens = self.text.computed
+        total += HIDDEN_COPIES * tokens * hidden * self.width + TEXT_BYTES * self.text.tokens
+        # The inputs of a block's last linear.
+        inputs = [self.width * tokens * n for n in (hidden, intermediate)]
+        total += max((stored for stored in inputs if stored <= self.cost.kept_inputs), default=0)
+        return total + self.pass_bytes(PASS_TOKENS["cpu"])
+
+    def pass_bytes(self, tokens: int) -> float:
+        """Return what a forward pass through one layer computes, on a CPU; on a GPU it is part of BASE_BYTES."""
+        if not self.rates.on_cpu:
+            return 0.0
+        of_token = PASS_HIDDEN * self.size.hidden_size
+        of_token += PASS_INTERMEDIATE * self.size.intermediate_size
+        return min(tokens, self.text.computed) * of_token * self.width
+
+    def trial_bytes(self) -> float:
+        """Return the memory of trials: the whole model, the reference's logits, keys and values of a batch, and its scores."""
+        new = max(1, self.text.computed // max(1, self.text.conversations))
+        row = self.text.prefix + new
+        rows = max(1, min(self.text.conversations, BATCH_TOKENS // new))
+        caches = TRIAL_CACHES * rows * row * self.attention.position * self.width
+        answers = min(self.text.computed, TRIAL_TOKENS[self.device])
+        logits = 2 * answers * self.vocabulary
+        scores = 0.0
+        if not self.rates.on_cpu:
+            scores = SCORE_COPIES * 4 * rows * new * row * self.attention.heads
+        model = self.width * self.weights
+        computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
+        return BASE_BYTES + model + logits + caches + scores + computed
+
+    # ---- time
+
+    def seconds(self) -> dict[str, float]:
+        """Return step → duration."""
+        seconds = {
+            "read": BF16_BYTES * self.weights / DISK,
+            "encode": self.cost.encode * BF16_BYTES * self.rounded / self.rates.encode,
+            "write": self.size_bytes / DISK,
+        }
+        if self.cost.passes:
+            seconds |= self.text_seconds()
+        if self.cost.passes and self.cost.column_feedback:
+            seconds |= self.column_seconds()
+        return seconds
+
+    @property
+    def few_trials(self) -> bool:
+        """Whether trials have few tokens, so that `passes` does not hold: on a CPU."""
+        return self.cost.held_out_look and self.rates.on_cpu
+
+    def passed_tokens(self) -> float:
+        """Return how many tokens go through the whole model."""
+        positions = self.text.computed
+        if not self.few_trials:
+            return self.cost.passes * positions
+        from annie_quant.quantize import mixed_formats
+
+        of_inputs = self.text.prefix + min(positions, mixed_formats.POSITIONS)
+        of_formats = self.text.prefix + min(positions, TRIAL_POSITIONS["cpu"])
+        return mixed_formats.BANDS * of_inputs + 4 * of_formats + 2 * positions
+
+    def text_seconds(self) -> dict[str, float]:
+        """Return the durations of the start and of the text's forward passes."""
+        size = self.size
+        text = self.text
+        tokens = self.passed_tokens()
+        rate = self.rates.float32_flop_s if self.in_float32 else self.rates.flop_s
+        linears = 2 * self.body * tokens
+        # Scores and values of all earlier tokens.
+        earlier = text.tokens / max(1, text.conversations)
+        attended = 2 * tokens * earlier * size.hidden_size * self.attention.layers
+        # Bytes that norms, attention and gates read and write.
+        of_token = 20 * size.hidden_size + 6 * size.intermediate_size
+        activations = 4 * tokens * size.layers * of_token
+        batches = self.cost.passes + tokens / BATCH_TOKENS
+        reading = ROW_S * text.conversations + text.tokens / TOKENIZED_S
+        computing = (linears + attended) / (rate * FORWARD_SHARE)
+        computing += activations / self.rates.copy + size.layers * batches * BATCH_S
+        return {"start": START_S[self.device] + reading, "text": computing}
+
+    def column_seconds(self) -> dict[str, float]:
+        """Return the durations of GPTQ's Hessians, their factors and the rounding of columns."""
+        hidden = self.size.hidden_size
+        width = self.size.intermediate_size
+        layers = self.size.layers
+        mlp = self.size.counts.get("mlp", 0)
+        rounds = 2 if self.few_trials else 1
         groups = layers * (3 * hidden**2 + width**2)
         experts = max(layers, mlp / (3 * hidden * width))
         cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
-        columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
-        hessian_flop = 2 * HESSIAN_TOKENS * positions * groups
-        hessian_rate = rates.float32_flop_s * HESSIAN_SHARE
-        factor_rate = rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]
-        column_rate = rates.cpu_flop_s * COLUMNS_SHARE
-        seconds |= {
-            "Hessians": rounds * hessian_flop / hessian_rate,
-            "factors": rounds * 4 / 3 * cubes / factor_rate,
-            "columns": rounds * columns / column_rate,
+        outputs = mlp / 3  # weights of the MLPs' last linears
+        columns = outputs * (width + PER_COLUMN) + (self.rounded - outputs) * (hidden + PER_COLUMN)
+        hessians = 2 * HESSIAN_TOKENS * self.text.computed * groups
+        float32 = self.rates.float32_flop_s
+        return {
+            "Hessians": rounds * hessians / (float32 * HESSIAN_SHARE),
+            "factors": rounds * 4 / 3 * cubes / (float32 * FACTOR_SHARE[self.device]),
+            "columns": rounds * columns / (self.rates.cpu_flop_s * COLUMNS_SHARE),
         }
-    return seconds
 
 
 def is_large(model: Path) -> bool:

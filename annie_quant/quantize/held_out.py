@@ -23,10 +23,10 @@ from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.models.formats import Format
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.kl_trial import MAX_ANSWER_TOKENS, StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
 from annie_quant.quantize.plan import Export, PlannedLinear, QuantizationPlan
 from annie_quant.quantize.shared_text import DistinctPositions
-from annie_quant.quantize.strategy import Job, StrategyOptions
+from annie_quant.quantize.strategy import TRIAL_POSITIONS, TRIAL_TOKENS, Job, StrategyOptions
 
 MIN_CONVERSATIONS = 8  # of which two are held out
 CONVERSATIONS_PER_HELD_OUT = 4  # at most one of so many is held out
@@ -36,9 +36,6 @@ TOO_FEW = (
 )
 ENOUGH_DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
 MAX_POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens, prompts included
-# Of the answers that a trial scores, and of these answers with their prompts.
-TRIAL_TOKENS = {"cpu": 1024, "cuda": MAX_ANSWER_TOKENS}
-TRIAL_POSITIONS = {"cpu": 4096, "cuda": math.inf}
 
 
 def hold_out(
@@ -47,7 +44,7 @@ def hold_out(
     """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
 
     Conversations are held out until ENOUGH_DECISIONS tokens decide: at most one of CONVERSATIONS_PER_HELD_OUT, `max_positions`
-    tokens, and MAX_ANSWER_TOKENS of answers. A prefix that several share counts once, and the first conversation's not at all.
+    tokens, and TRIAL_TOKENS of answers on a GPU. A prefix that several share counts once, and the first conversation's not at all.
     """
     positions_left = max_positions or MAX_POSITIONS[device_kind()]
     rows: dict[int, list[CalibrationSample]] = {}
@@ -61,7 +58,7 @@ def hold_out(
         candidates = in_bit_reversed_order(candidates)
     held: set[int] = set()
     counted = DistinctPositions()
-    tokens_left = MAX_ANSWER_TOKENS
+    tokens_left = TRIAL_TOKENS["cuda"]
     decisions = 0
     for row in candidates:
         longest = max((s.ids for s in rows[row]), key=len)

@@ -31,7 +31,6 @@ from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import DistinctPositions
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-MAX_ANSWER_TOKENS = 8192  # of answers, whose logits stay in memory
 MIN_ANSWERS = 8  # that share a trial's tokens
 BROKEN = 1e6  # a figure that is not finite
 

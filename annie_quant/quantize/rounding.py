@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -361,26 +360,17 @@ def round_model(
     if device_kind() == "cuda" and plan.scale == "sweep":
         rounder_of = partial(StreamRounder, source=list(model.states))
     task = RoundingTask(plan.linears.keys(), table, method, plan.scale)
-    begun = time.monotonic()
-    fresh = 0
     count = len(model.model.layers)
     for layer in model:
-        left = (
-            f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left"
-            if fresh
-            else ""
-        )
-        progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
+        progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}")
         file = store / f"layer-{layer.index:04d}.safetensors"
         rounder = rounder_of(layer, task)
         if file.is_file():
             result = LayerResult.load(file)
             rounder.repeat(result)
-            begun = time.monotonic()
         else:
             result = rounder.round()
             result.save(file)
-            fresh += 1
         for warning in one_per_layer(rounder.warnings):
             log.warning("annie-quant: %s", warning)
         for name, packed in result.packed.items():

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,13 @@ class DistinctPositions:
 
     def add(self, row: tuple[int, ...]) -> None:
         bisect.insort(self.rows, row)
+
+
+def distinct_positions(rows: Iterable[Sequence[object]]) -> int:
+    """Return the number of positions that are computed where every shared prefix is computed once."""
+    ordered: list[Any] = sorted(rows)
+    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(ordered))
+    return sum(map(len, ordered)) - shared
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 # Bytes of inputs of a block's last linear; where there are more, the block runs twice.
 KEPT_INPUTS = 4 << 30
+# Tokens of the answers that a trial scores, whose logits stay in memory, and of these answers with their prompts (held_out.py).
+TRIAL_TOKENS = {"cpu": 1024, "cuda": 8192}
+TRIAL_POSITIONS = {"cpu": 4096, "cuda": math.inf}
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 AnswerSource = Literal["own", "given"]
@@ -153,11 +157,9 @@ class Cost:
         tokens, `passes` does not hold for such a strategy.
     encode: time of the codec relative to plain rounding.
     column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
-    bytes_per_weight: memory where the whole model is loaded.
     bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
     hessians: float32 matrices of the widest input.
-    keeps_results: the rounded layers stay in memory until the last one is rounded.
-    whole_model: bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
+    trials: some steps have the whole model in memory, and the rounded layers stay there (kl_trial.py).
     kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
@@ -167,11 +169,9 @@ class Cost:
     held_out_look: bool = False
     encode: float = 1.0
     column_feedback: bool = False
-    bytes_per_weight: float = 2.0
     bytes_per_layer_weight: float = 4.0
     hessians: int = 0
-    keeps_results: bool = False
-    whole_model: float = 0.0
+    trials: bool = False
     kept_inputs: int = 0
 
 

@@ -1,6 +1,7 @@
 """The command line: help for every command, exit codes, one line on stderr for expected errors."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> Non
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
         == "[]"
     )
+
+
+def test_bars_of_transformers_are_off_before_an_estimate_imports_it(monkeypatch, tmp_path) -> None:
+    """tqdm reads the variable once, when it is imported."""
+    from annie_quant.quantize import estimates
+
+    seen: list[str | None] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        seen.append(os.environ.get("TQDM_DISABLE"))
+        raise UsageError("stop here")
+
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(estimates, "is_large", lambda model: True)
+    monkeypatch.setattr(estimates, "estimate", refuse)
+    words = ("quantize", "--strategy", "direct", "--model", str(TINY_ANNIE))
+    assert annie_quant(*words, "--output", str(tmp_path / "out")).returncode == 2
+    assert seen == ["1"]
 
 
 @pytest.mark.parametrize("name", sorted(cli_package.COMMANDS))
@@ -215,7 +234,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(
         assert done.exit_code == 0, done.output
     assert requests == [16, None], "the engine knows how many fit"
     assert (
-        CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2
+        CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).returncode == 2
     )
     for verdict, code in {"keeps": 0, "undecided": 0, "loses": 1, "fragile": 1}.items():
         verdicts.append(verdict)

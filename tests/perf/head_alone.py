@@ -26,7 +26,7 @@ from annie_quant.offline.engine import Row
 from annie_quant.quantize import kl_trial
 from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
 from annie_quant.quantize.rounding import round_head
-from annie_quant.quantize.strategy import Method
+from annie_quant.quantize.strategy import TRIAL_TOKENS, Method
 
 
 def nearest(folder: ModelFolder) -> nvfp4.Tensor:
@@ -54,7 +54,7 @@ def main() -> None:
     for draw in map(int, a.draws.split(",")):
         learned, held = drawn(a.model, rows, draw, a.samples, a.held)
         trial = kl_trial.Trial(
-            folder, kl_trial.answers_to_score(held, kl_trial.MAX_ANSWER_TOKENS, cut=False)
+            folder, kl_trial.answers_to_score(held, TRIAL_TOKENS["cuda"], cut=False)
         )
         show(
             draw,

@@ -25,7 +25,7 @@ from annie_quant.models.formats import NVFP4
 from annie_quant.quantize import gptq, kl_trial, rounding
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.rounding import round_model
-from annie_quant.quantize.strategy import Job, Method
+from annie_quant.quantize.strategy import TRIAL_TOKENS, Job, Method
 
 ROUNDERS = {
     "stored": (
@@ -70,7 +70,7 @@ def main() -> None:
                     time.monotonic() - start,
                 )
         trial = kl_trial.Trial(
-            folder, kl_trial.answers_to_score(held, kl_trial.MAX_ANSWER_TOKENS, cut=False)
+            folder, kl_trial.answers_to_score(held, TRIAL_TOKENS["cuda"], cut=False)
         )
         for name, (plan, seconds) in plans.items():
             show(draw, name, trial, plan, seconds)

@@ -12,9 +12,10 @@ import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.decode_speed import DEVICES
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models.family import ModelSize
-from annie_quant.quantize import available, estimates
+from annie_quant.quantize import available, estimates, strategies
 from annie_quant.quantize.strategy import in_float32
 
 NEEDS_TORCH = (
@@ -199,6 +200,67 @@ def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, stra
     cores = estimates.Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
     expected = sum(estimates.estimate("0.5b", strategy, 48, 560, cores).seconds.values())
     assert seconds / 2 < expected < 2 * seconds
+
+
+# Conversations, tokens, computed ones and shared prefix of the rows in tests/perf/long_prompts.md.
+SHORT_ON_H200 = estimates.TextSize(400, 250_000, 84_844, 467)
+LONG_ON_H200 = estimates.TextSize(400, 3_040_000, 171_014, 7_990)
+SHORT_ON_CPU = estimates.TextSize(60, 72_307, 32_250, 754)
+LONG_ON_CPU = estimates.TextSize(60, 324_190, 36_521, 5_070)
+
+
+def workload(strategy, size, attention, text, rates):
+    chosen = strategies.find(strategy)
+    rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < 16)
+    size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
+    return estimates.Workload(chosen.cost, size, attention, text, rates, rounded, size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "gigabytes"),
+    [
+        ("naive", SHORT_ON_H200, 0.967),
+        ("gptq", SHORT_ON_H200, 2.272),
+        ("best", SHORT_ON_H200, 4.925),
+        ("naive", LONG_ON_H200, 1.551),
+        ("gptq", LONG_ON_H200, 3.525),
+        ("best", LONG_ON_H200, 14.866),
+    ],
+)
+def test_memory_on_an_h200_is_within_1_3_times_what_was_measured(strategy, text, gigabytes):
+    """Coder-0.5B, torch's largest allocation; 4.5 GB were estimated for 14.9 of `best` before."""
+    attention = estimates.AttentionSize(24, 14, 24 * 2 * 128)
+    expected = workload(strategy, QWEN_CODER["0.5b"], attention, text, H200).peak_bytes(True)
+    assert gigabytes / 1.3 < expected / 1e9 < 1.3 * gigabytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "seconds", "megabytes"),
+    [
+        ("naive", SHORT_ON_CPU, 19.1, 602),
+        ("gptq", SHORT_ON_CPU, 27.8, 732),
+        ("best", SHORT_ON_CPU, 118.1, 792),
+        ("naive", LONG_ON_CPU, 23.8, 632),
+        ("gptq", LONG_ON_CPU, 42.6, 788),
+        ("best", LONG_ON_CPU, 278.1, 772),
+    ],
+)
+def test_prompts_of_500_and_5000_tokens_take_on_two_cores_what_is_estimated(
+    strategy, text, seconds, megabytes
+):
+    """tiny-annie: processor seconds and largest resident set of a process (tests/perf/long_prompts.md)."""
+    pytest.importorskip("torch", reason=NEEDS_TORCH)
+    size = estimates.size_of_folder(TINY_ANNIE)
+    attention = estimates.AttentionSize.of(size, ModelFolder(TINY_ANNIE))
+    cores = estimates.Rates(2e9, 0.07e12, 0.07e12, 18e9, 5.8e9, 24e9, "two cores")
+    expected = workload(strategy, size, attention, text, cores)
+    assert seconds / 2 < sum(expected.seconds().values()) < 2 * seconds
+    assert megabytes / 1.3 < expected.peak_bytes(True) / 1e6 < 1.3 * megabytes
+
+
+def test_without_data_the_estimate_says_for_which_text():
+    expected = estimates.estimate("9b", "best", samples=100, tokens=2000)
+    assert "  text    100 conversations of 2000 tokens, assumed" in "\n".join(expected.lines())
 
 
 def test_the_text_is_counted_in_the_file_and_shared_beginnings_once(tmp_path):

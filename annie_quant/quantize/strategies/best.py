@@ -162,9 +162,7 @@ STRATEGY = Strategy(
         bytes_per_layer_weight=18,
         hessians=5,
         kept_inputs=KEPT_INPUTS,
-        keeps_results=True,
-        # Trials with the whole model in bf16.
-        whole_model=2.0,
+        trials=True,
     ),
     plan=plan,
     options=BestOptions,

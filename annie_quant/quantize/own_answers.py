@@ -158,6 +158,7 @@ def _complete(
         elif difference.token in template.end_tokens:
             completions[index] = Completion(target[: difference.index], True)
         else:
+            assert difference.token is not None  # the model's own choice
             unfinished[index] = [*target[: difference.index], difference.token]
     on_finished(len(completions))
     known = list(unfinished.values())

@@ -234,7 +234,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(
         assert done.exit_code == 0, done.output
     assert requests == [16, None], "the engine knows how many fit"
     assert (
-        CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).returncode == 2
+        CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2
     )
     for verdict, code in {"keeps": 0, "undecided": 0, "loses": 1, "fragile": 1}.items():
         verdicts.append(verdict)

@@ -1,17 +1,22 @@
 """The W4A16 products of a mixture's experts in one launch, as a torch operator.
 
-torch.ops.annie_quant.nvfp4_experts.
+torch.ops.annie_quant.nvfp4_experts_out.
 
     weights = prepare_experts(codes, block_scale, tensor_scales)        # [experts, N, K/2], [experts, N, K/16], one number each
     tokens = plan_tokens(pairs=x.shape[0] * top_k, experts, top_k, N, K)
-    aligned = align(top_k_index, experts, tokens)                       # once per layer, for all of its products
-    out = torch.ops.annie_quant.nvfp4_experts(x, *weights, *aligned, top_k, tokens)     # [pairs, N]
+    torch.ops.annie_quant.nvfp4_experts_out(out, x, *weights[:2], *alignment, top_k, tokens)     # out [pairs, N]
 
 A pair is a token and one of its experts: pair p = token * top_k + i reads row p // top_k of x, and
 writes row p of the result. The second product of an expert reads the first one's rows: there top_k
-is 1. The alignment is in the form of vLLM's moe_align_block_size, so a server's own can be used;
-nothing of it is read back to the host, so the operator can be captured in a CUDA graph.
-nvfp4_experts_out writes into a given tensor and leaves rows of pairs that no tile has as they are.
+is 1. Rows of pairs that no tile has are left as they are.
+
+The alignment has the form of vLLM's moe_align_block_size, pairs sorted by expert and padded to
+whole tiles, int32 on the GPU; nothing of it is read back to the host, so the operator can be
+captured in a CUDA graph:
+
+    sorted_pairs  [tiles * tokens]: numbers of pairs; the number of pairs where a tile is not full
+    tile_experts  [tiles]: the expert of each tile; any number from where `padded` ends; -1: another rank's
+    padded        [1]: the entries of sorted_pairs that are used
 """
 
 from __future__ import annotations
@@ -31,10 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-EXPERTS_SCHEMA = (
-    "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
-    "int top_k, int tile_tokens) -> Tensor"
-)
 EXPERTS_OUT_SCHEMA = (
     "(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> ()"
@@ -55,19 +56,6 @@ class PreparedExperts(NamedTuple):
     packed: Tensor
     scales: Tensor
     n: int
-
-
-class Alignment(NamedTuple):
-    """Pairs sorted by expert and padded to whole tiles, int32 on the GPU.
-
-    sorted_pairs  [tiles * tile_tokens]: numbers of pairs; the number of pairs where a tile is not full
-    tile_experts  [tiles]: the expert of each tile; any number from where `padded` ends
-    padded        [1]: the entries of sorted_pairs that are used
-    """
-
-    sorted_pairs: Tensor
-    tile_experts: Tensor
-    padded: Tensor
 
 
 def prepare_experts(
@@ -94,30 +82,6 @@ def prepare_experts(
             [torch_op.prepare(c, s, 1.0).packed for c, s in zip(codes, block_scale, strict=True)]
         )
     return PreparedExperts(packed, scales, n)
-
-
-def align(top_k_index: Tensor, experts: int, tile_tokens: int) -> Alignment:
-    """Sort the pairs of a router's choice [tokens, top_k] by expert. Does not wait for the GPU."""
-    import torch
-
-    chosen = top_k_index.reshape(-1).long()
-    pairs = chosen.numel()
-    counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    tiles = (counts + tile_tokens - 1) // tile_tokens
-    ends = tiles.cumsum(0)
-    order = chosen.argsort(stable=True)
-    of_pair = chosen[order]
-    first = counts.cumsum(0) - counts
-    place = (
-        (ends - tiles)[of_pair] * tile_tokens
-        + torch.arange(pairs, device=chosen.device)
-        - first[of_pair]
-    )
-    most = min(pairs, experts) + pairs // tile_tokens
-    sorted_pairs = torch.full((most * tile_tokens,), pairs, dtype=torch.int32, device=chosen.device)
-    sorted_pairs[place] = order.int()
-    tile_experts = torch.searchsorted(ends, torch.arange(most, device=chosen.device), right=True)
-    return Alignment(sorted_pairs, tile_experts.int(), (ends[-1:] * tile_tokens).int())
 
 
 @functools.lru_cache(8192)
@@ -152,16 +116,6 @@ def plan_tokens(
 
 # sorted_pairs, tile_experts and padded of the alignment; top_k; tile_tokens.
 Routing = tuple["Tensor", "Tensor", "Tensor", int, int]
-
-
-def product(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Routing]) -> Tensor:
-    """Return [rows of x * top_k, n] in x's dtype.
-
-    Rows of experts that tile_experts gives as -1 are zeros.
-    """
-    out = fake(x, packed, scales, n, *routing).zero_()
-    write(out, x, packed, scales, *routing)
-    return out
 
 
 def write(
@@ -252,17 +206,11 @@ def check_alignment(
     if sorted_pairs.numel() < tile_experts.numel() * tile_tokens:
         raise UsageError(
             f"{tile_experts.numel()} tiles of {tile_tokens} need as many entries, and sorted_pairs has {sorted_pairs.numel()}",
-            "align(top_k_index, experts, tile_tokens)",
+            "align the pairs for tiles of tile_tokens",
         )
-
-
-def fake(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Routing]) -> Tensor:
-    """Return an empty result of the right shape and dtype, for tracing."""
-    return x.new_empty((x.shape[0] * routing[3], n))
 
 
 @functools.cache
 def register() -> Operator:
-    """Define both operators once and return nvfp4_experts."""
-    torch_op.define("nvfp4_experts_out", EXPERTS_OUT_SCHEMA, write, lambda *arguments: None)
-    return torch_op.define("nvfp4_experts", EXPERTS_SCHEMA, product, fake)
+    """Define the operator once and return it."""
+    return torch_op.define("nvfp4_experts_out", EXPERTS_OUT_SCHEMA, write, lambda *arguments: None)

@@ -16,6 +16,8 @@ from annie_quant.gemm import GroupedPlan, oracle
 torch = pytest.importorskip(
     "torch", reason="the operator is torch's: pip install annie-quant[quantize]"
 )
+from expert_tiles import Alignment, align, products  # noqa: E402
+
 from annie_quant.gemm import grouped  # noqa: E402
 
 # pairs, experts, top_k, n, k: gate and up, and down, of a 35B-A3B; then small and odd ones
@@ -43,7 +45,7 @@ def test_every_pair_is_once_in_a_tile_of_its_expert(
     tokens: int, experts: int, top_k: int, tile: int
 ) -> None:
     chosen = choice(tokens, experts, top_k, seed=tokens)
-    aligned = grouped.align(chosen, experts, tile)
+    aligned = align(chosen, experts, tile)
     pairs, of_tile = tokens * top_k, aligned.tile_experts.tolist()
     used = int(aligned.padded)
     assert used % tile == 0 and aligned.sorted_pairs.numel() == len(of_tile) * tile >= used
@@ -140,11 +142,11 @@ def layer(monkeypatch: pytest.MonkeyPatch):
 
 
 def ratio(
-    layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: grouped.Alignment, tile: int
+    layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: Alignment, tile: int
 ) -> float:
     """Return the largest error in units of what rounding allows; above 1 is wrong."""
     prepared, weights = layer
-    out = torch.ops.annie_quant.nvfp4_experts(x, *prepared, *aligned, top_k, tile)
+    out = products(x, *prepared, aligned, top_k, tile)
     exact, magnitude = grouped_products(x.double().numpy(), weights, chosen.numpy(), top_k)
     return oracle.worst(
         out.double().numpy(), exact, oracle.bound(exact, magnitude, x.shape[1], "bfloat16")
@@ -159,7 +161,7 @@ def test_the_operator_multiplies_each_pair_by_its_expert(
 ) -> None:
     chosen = choice(tokens, 6, top_k, seed=3)
     x = torch.randn(tokens, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
-    aligned = grouped.align(chosen, 6, tile)
+    aligned = align(chosen, 6, tile)
     assert ratio(layer, x, chosen, top_k, aligned, tile) <= 1
     # Negative controls: experts swapped, offsets shifted by a tile, the last tile left out, other weights.
     swapped = aligned._replace(tile_experts=(aligned.tile_experts + 1) % 6)
@@ -174,34 +176,26 @@ def test_the_operator_multiplies_each_pair_by_its_expert(
 def test_a_token_of_another_ranks_expert_gives_zeros(layer) -> None:
     """As vLLM marks them with expert parallelism: -1."""
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3]])
-    aligned = grouped.align(chosen, 6, 16)
+    aligned = align(chosen, 6, 16)
     local = aligned._replace(
         tile_experts=torch.where(aligned.tile_experts == 1, -1, aligned.tile_experts)
     )
     x = torch.randn(3, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out = torch.ops.annie_quant.nvfp4_experts(x, *layer[0], *local, 2, 16)
+    out = products(x, *layer[0], local, 2, 16)
     assert [bool(row.any()) for row in out] == [True, False, False, True, True, True]
 
 
-def test_the_operator_has_a_shape_for_tracing(layer) -> None:
-    chosen = choice(5, 6, 2)
-    aligned = grouped.align(chosen, 6, 16)
+def test_the_operator_can_be_traced(layer) -> None:
+    aligned = align(choice(5, 6, 2), 6, 16)
     x = torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
-    arguments = (x, *layer[0], *aligned, 2, 16)
-    torch.library.opcheck(
-        torch.ops.annie_quant.nvfp4_experts.default,
-        arguments,
-        test_utils=("test_schema", "test_faketensor"),
-    )
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        traced = torch.ops.annie_quant.nvfp4_experts(
-            *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
-        )
-    assert traced.shape == (10, 40) and traced.dtype == torch.bfloat16
+    packed, scales, n = layer[0]
+    arguments = (x.new_zeros(10, n), x, packed, scales, *aligned, 2, 16)
+    operator = torch.ops.annie_quant.nvfp4_experts_out.default
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_an_alignment_that_would_be_read_beyond_its_end_is_refused() -> None:
-    good = grouped.align(choice(5, 6, 2), 6, 16)
+    good = align(choice(5, 6, 2), 6, 16)
     grouped.check_alignment(*good, 16, good.padded.device)
     for name, wrong, tile in itertools.chain(
         [("sorted_pairs", good._replace(sorted_pairs=good.sorted_pairs.long()), 16)],

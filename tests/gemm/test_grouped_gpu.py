@@ -9,6 +9,8 @@ from gemm_module import count_devices
 
 gemm = pytest.importorskip("annie_quant.gemm")
 torch = pytest.importorskip("torch")
+from expert_tiles import align, products  # noqa: E402
+
 COUNT = count_devices() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +61,7 @@ def ratio(layer, out, x, chosen, top_k):
 
 
 def run(layer, x, aligned, top_k, tile):
-    return torch.ops.annie_quant.nvfp4_experts(x, *layer.prepared, *aligned, top_k, tile)
+    return products(x, *layer.prepared, aligned, top_k, tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,7 +72,7 @@ def test_each_pair_is_multiplied_by_its_expert(layer, dtype, tokens, top_k):
     chosen, x = choice(tokens, top_k), inputs(tokens, layer.k, dtype)
     best = grouped.plan_tokens(tokens * top_k, EXPERTS, top_k, layer.n, layer.k)
     for tile in {best, 8, 16, 32, 64}:
-        aligned = grouped.align(chosen, EXPERTS, tile)
+        aligned = align(chosen, EXPERTS, tile)
         assert ratio(layer, run(layer, x, aligned, top_k, tile), x, chosen, top_k) <= 1, tile
         swapped = aligned._replace(tile_experts=(aligned.tile_experts + 1) % EXPERTS)
         shifted = aligned._replace(sorted_pairs=aligned.sorted_pairs.roll(tile))
@@ -80,10 +82,8 @@ def test_each_pair_is_multiplied_by_its_expert(layer, dtype, tokens, top_k):
 
 def test_experts_of_other_ranks_and_rows_that_no_tile_has(layer):
     """-1 gives zeros, and neither NaN in other rows of x nor what memory had before reaches a result."""
-    from annie_quant.gemm import grouped
-
     chosen, x = choice(9, 2), inputs(9, layer.k, torch.bfloat16)
-    aligned = grouped.align(chosen, EXPERTS, 16)
+    aligned = align(chosen, EXPERTS, 16)
     absent = int(chosen[4, 0])
     local = aligned._replace(
         tile_experts=torch.where(aligned.tile_experts == absent, -1, aligned.tile_experts)
@@ -103,15 +103,13 @@ def test_experts_of_other_ranks_and_rows_that_no_tile_has(layer):
 
 def test_bits_repeat_and_a_cuda_graph_follows_new_choices(layer):
     """The grid is for the most tiles possible, so a captured launch serves any choice of the router."""
-    from annie_quant.gemm import grouped
-
     chosen, x = choice(16, 8), inputs(16, layer.k, torch.bfloat16)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        first = run(layer, x, grouped.align(chosen, EXPERTS, 16), 8, 16)
+        first = run(layer, x, align(chosen, EXPERTS, 16), 8, 16)
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        out = run(layer, x, grouped.align(chosen, EXPERTS, 16), 8, 16)
+        out = run(layer, x, align(chosen, EXPERTS, 16), 8, 16)
     graph.replay()
     torch.cuda.synchronize()
     assert bool((out == first).all())
@@ -123,7 +121,6 @@ def test_bits_repeat_and_a_cuda_graph_follows_new_choices(layer):
 
 def test_the_shared_memory_of_every_plan_is_there(layer):
     """Every number of tokens per tile that fits, with clusters."""
-    from annie_quant.gemm import grouped
     from annie_quant.gemm.arrays import native
 
     chosen, x = choice(40, 4), inputs(40, layer.k, torch.bfloat16)
@@ -134,7 +131,7 @@ def test_the_shared_memory_of_every_plan_is_there(layer):
             native().plan_grouped(shape, tile)
         except native().CudaError:
             continue
-        aligned = grouped.align(chosen, EXPERTS, tile)
+        aligned = align(chosen, EXPERTS, tile)
         results[tile] = run(layer, x, aligned, 4, tile)
         assert ratio(layer, results[tile], x, chosen, 4) <= 1
     assert {8, 16, 64} <= results.keys()

@@ -95,14 +95,6 @@ def experts_write(
         out[of_tile] = product(x[of_tile // top_k], packed[expert], scales[expert], n)
 
 
-def experts_product(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, n: int, *aligned: Any
-) -> torch.Tensor:
-    out = torch.zeros(x.shape[0] * aligned[-2], n, dtype=x.dtype)
-    experts_write(out, x, packed, scales, *aligned)
-    return out
-
-
 def install(monkeypatch: Any) -> None:
     """Define the operator for CPU tensors and let `torch_op.prepare` make weights for it."""
     torch_op.register()
@@ -110,7 +102,6 @@ def install(monkeypatch: Any) -> None:
     if not _libraries:
         library = torch.library.Library("annie_quant", "IMPL")
         library.impl("nvfp4_linear", product, "CPU")
-        library.impl("nvfp4_experts", experts_product, "CPU")
         library.impl("nvfp4_experts_out", experts_write, "CPU")
         _libraries.append(library)
     monkeypatch.setattr(torch_op, "prepare", prepare)

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import emulated_gemm  # noqa: E402
+from expert_tiles import align  # noqa: E402
 
 from annie_quant.gemm import arrays, grouped, oracle, torch_op  # noqa: E402
 from annie_quant.ops import vllm_cuda, vllm_layers  # noqa: E402
@@ -379,7 +380,7 @@ def test_the_check_bounds_what_sums_in_float32_allow(vllm):
             parts[2] * factor,
             torch.bfloat16,
             TOP_K,
-            lambda c, t: grouped.align(c, EXPERTS, t),
+            lambda c, t: align(c, EXPERTS, t),
         )
 
     assert worst(1.0) <= 1 < worst(1.02)

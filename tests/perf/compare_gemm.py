@@ -28,6 +28,7 @@ import torch
 from bench_gemm import COLD_BYTES, SHAPES, cells_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from expert_tiles import align
 from stack_times import graph_of, replay_us
 
 LIMIT = 1.05
@@ -165,7 +166,7 @@ def compare_experts(
         choices = [torch.rand(m, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(20)]
         launches = []
         for version, own, out in zip(versions, prepared, outs, strict=True):
-            aligned = [version.grouped.align(choice, EXPERTS, tile) for choice in choices]
+            aligned = [align(choice, EXPERTS, tile) for choice in choices]
             call = partial(version.grouped.write, out, x)
             launches.append(
                 [

@@ -30,6 +30,7 @@ from annie_quant.gemm.arrays import native
 from annie_quant.gemm.torch_op import BF16
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from expert_tiles import align
 from stack_times import graph_of, replay_us
 
 # experts, top_k, hidden size, intermediate size
@@ -201,12 +202,12 @@ def main() -> None:
             calls: dict[str, list[Callable[[], Any]]] = {"ours": [], "ours_pdl": [], "marlin": []}
             for seed in range(max(12, COLD_BYTES // per_launch)):
                 chosen = choose(tokens, experts, top_k, seed)
-                aligned = grouped.align(chosen, experts, tile)
+                aligned = align(chosen, experts, tile)
                 for pdl, kernel in enumerate(("ours", "ours_pdl")):
                     calls[kernel].append(
                         partial(ours, prepared[name], x, out, aligned, tile, per_row, pdl)
                     )
-                of_theirs = grouped.align(chosen, experts, theirs)
+                of_theirs = align(chosen, experts, theirs)
                 calls["marlin"].append(
                     partial(marlin.product, name, x, out, of_theirs, theirs, per_row)
                 )
@@ -215,7 +216,7 @@ def main() -> None:
                 out.fill_(float("nan"))
                 calls[kernel][0]()
                 results.append(out.clone())
-            aligned = grouped.align(choose(tokens, experts, top_k, 0), experts, tile)
+            aligned = align(choose(tokens, experts, top_k, 0), experts, tile)
             swapped = aligned._replace(tile_experts=aligned.tile_experts.roll(1))
             ours(prepared[name], x, out, swapped, tile, per_row, 0)
             row: dict[str, Any] = {

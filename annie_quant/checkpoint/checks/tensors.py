@@ -97,7 +97,7 @@ def scale_faults(kind: str, name: str, scale: TensorScale) -> Iterator[Finding]:
     """Check that a multiplier is positive and finite, and not a divisor. kind: "tensor" or "input"."""
     value = float(scale.multiplier)
     stored = float(scale.value)
-    if not np.isfinite(value) or value <= 0:
+    if not nvfp4.is_factor(value):
         problem = "zero" if stored == 0 else "not a positive finite number"
         applies = "divides" if scale.reciprocal else "multiplies"
         scaled = "activation" if kind == "input" else "weight"
@@ -156,10 +156,11 @@ def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     codes = folder.tensor(x.weight)
     scales = folder.tensor(x.block_scale or "").view(np.uint8)
     magnitude = scales & nvfp4.E4M3_MAGNITUDE
+    nan, negative = nvfp4.invalid_scales(scales)
     counts = BlockCounts(
         blocks=scales.size,
-        nan=int((magnitude == nvfp4.E4M3_NAN).sum()),
-        negative=int(((scales > nvfp4.E4M3_NAN) & (magnitude != nvfp4.E4M3_NAN)).sum()),
+        nan=nan,
+        negative=negative,
         scale_min=int(magnitude.min(initial=nvfp4.E4M3_NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )

@@ -75,12 +75,17 @@ class View:
     stream: int | None = None
 
     @property
-    def span(self) -> tuple[int, int]:
-        """The addresses of the first byte and after the last one."""
-        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
-        count = 0 if 0 in self.shape else 1 + sum(s for s in steps if s > 0)
-        first = self.ptr + SIZES[self.dtype] * sum(s for s in steps if s < 0)
-        return first, self.ptr + SIZES[self.dtype] * count
+    def start(self) -> int:
+        """The address of the first byte."""
+        return self.ptr
+
+    @property
+    def end(self) -> int:
+        """The address after the last byte."""
+        if 0 in self.shape:
+            return self.ptr
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.ptr + SIZES[self.dtype] * (1 + last)
 
     @property
     def contiguous(self) -> bool:
@@ -102,35 +107,31 @@ def view(array: object, name: str) -> View:
 
     UsageError: a host array, or a dtype that no kernel supports.
     """
-    if isinstance(array, DeviceArray):
+    torch = sys.modules.get("torch")  # a tensor of torch was made by a torch that is imported
+    if isinstance(array, View):
+        result = array
+    elif isinstance(array, DeviceArray):
         strides = _packed_strides(array.shape)
-        return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
-    if isinstance(array, np.ndarray):
+        result = View(
+            array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream
+        )
+    elif isinstance(array, np.ndarray):
         raise UsageError(
             f"{name} is in host memory (a NumPy array); a CUDA array is expected",
             "copy it to the GPU first",
         )
-    torch = sys.modules.get("torch")  # a tensor of torch was made by a torch that is imported
-    if torch is not None and isinstance(array, torch.Tensor):
-        if not array.is_cuda:
-            raise UsageError(
-                f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")'
-            )
-        dtype = str(array.dtype).rsplit(".", 1)[-1]
-        result = View(
-            array.data_ptr(),
-            tuple(array.shape),
-            tuple(array.stride()),
-            dtype,
-            array.device.index,
-            array,
-        )
-    elif isinstance(array, View):
-        result = array
-    else:
+    elif torch is None or not isinstance(array, torch.Tensor):
         raise UsageError(
             f"{name} is a {type(array).__name__}; a tensor of torch or a DeviceArray is expected"
         )
+    elif not array.is_cuda:
+        raise UsageError(
+            f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")'
+        )
+    else:
+        dtype = str(array.dtype).removeprefix("torch.")
+        shape = tuple(array.shape)
+        result = View(array.data_ptr(), shape, array.stride(), dtype, array.device.index, array)
     if result.dtype not in SIZES:
         raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
     return result

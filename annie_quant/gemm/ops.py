@@ -7,7 +7,7 @@ Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is d
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from annie_quant.gemm.arrays import (
     need_device,
     view,
 )
-from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
+from annie_quant.gemm.plans import TYPES, Plan, path_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +35,13 @@ MODES = {"auto": 0, "native": 1, "emulated": 2}
 # as AQ_GEMM_* in csrc/gemm/gemm.h
 _BAD_PLAN = -3
 _NO_NATIVE = -2
+_FLOATS = tuple(CODES)
 
 
 def _positive(value: float, name: str) -> float:
     with np.errstate(over="ignore"):
         result = float(np.float32(value))  # what the kernels get
-    if not (math.isfinite(result) and result > 0):
+    if not 0 < result < math.inf:
         raise UsageError(
             f"{name} is {value}; a finite positive float32 number is expected",
             "annie-quant audit DIR --repair",
@@ -48,39 +49,28 @@ def _positive(value: float, name: str) -> float:
     return result
 
 
-def _same_device(views: dict[str, View]) -> int:
-    devices = {name: v.device for name, v in views.items()}
-    if len(set(devices.values())) > 1:
-        raise UsageError(
-            "the arrays are on different devices: "
-            + ", ".join(f"{n} on {d}" for n, d in devices.items())
-        )
-    return next(iter(devices.values()))
-
-
-def _disjoint(written: dict[str, View], read: dict[str, View]) -> None:
-    """Raise UsageError if an array that a kernel writes shares a byte with another operand."""
-    for name, v in written.items():
-        for other, w in {**written, **read}.items():
-            if other != name and v.span[0] < w.span[1] and w.span[0] < v.span[1]:
-                raise UsageError(f"{name} and {other} overlap in memory", "use separate arrays")
-
-
-def _matrix(
+def _operand(
     array: CudaArray,
     name: str,
     dtypes: tuple[str, ...],
-    shape: tuple[int | None, int | None],
+    shape: tuple[int | None, ...] | None,
     align: int = 16,
+    any_strides: bool = False,
 ) -> View:
+    """Return an array as a kernel needs it.
+
+    shape: None for any; in it None for any size.
+    """
     v = view(array, name)
     if v.dtype not in dtypes:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {' or '.join(dtypes)}")
-    if len(v.shape) != 2 or any(
-        w is not None and w != s for w, s in zip(shape, v.shape, strict=True)
-    ):
-        expected = ", ".join("any" if s is None else str(s) for s in shape)
-        raise UsageError(f"{name} has shape {list(v.shape)}; expected [{expected}]")
+    if shape is not None and not _shape_fits(v.shape, shape):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise UsageError(f"{name} has shape {list(v.shape)}; expected [{sizes}]")
+    if not (any_strides or v.contiguous):
+        raise UsageError(
+            f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()"
+        )
     if v.ptr % align:
         raise UsageError(
             f"{name} starts at an address that is not a multiple of {align} bytes",
@@ -89,26 +79,42 @@ def _matrix(
     return v
 
 
+def _shape_fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    if len(shape) != len(expected):
+        return False
+    return all(want in (None, size) for size, want in zip(shape, expected, strict=True))
+
+
 def _codes_and_scales(
     codes: CudaArray, block_scale: CudaArray, name: str
 ) -> tuple[View, View, int, int]:
-    c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
-    n = c.shape[0]
-    k = c.shape[1] * 2
+    c = _operand(codes, f"{name}codes", ("uint8",), (None, None))
+    n, bytes_of_row = c.shape
+    k = bytes_of_row * 2
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(
             f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}"
         )
-    s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4)
-    return _contiguous(c, f"{name}codes"), _contiguous(s, f"{name}block_scale"), n, k
+    dtypes = ("uint8", "float8_e4m3fn")
+    s = _operand(block_scale, f"{name}block_scale", dtypes, (n, k // GROUP), align=4)
+    return c, s, n, k
 
 
-def _contiguous(v: View, name: str) -> View:
-    if not v.contiguous:
-        raise UsageError(
-            f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()"
-        )
-    return v
+def _shared_device(written: dict[str, View], read: dict[str, View]) -> int:
+    """Return the device of all operands.
+
+    UsageError: there are several, or an array that a kernel writes shares a byte with another one.
+    """
+    operands = {**written, **read}
+    devices = {v.device for v in operands.values()}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {v.device}" for name, v in operands.items())
+        raise UsageError(f"the arrays are on different devices: {places}")
+    for name, v in written.items():
+        for other, w in operands.items():
+            if other != name and v.start < w.end and w.start < v.end:
+                raise UsageError(f"{name} and {other} overlap in memory", "use separate arrays")
+    return devices.pop()
 
 
 def _wrote(out: CudaArray, stream: int) -> None:
@@ -125,7 +131,7 @@ class Weight:
     codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled);
         tensor_scale: float; all
     as in a checkpoint. memory: uint8 of _gemm.packed_bytes(N, K) on their device for the result;
-    None: its own. UsageError: a NaN or negative scale byte, with its position. Waits for the repack
+    None: its own. UsageError: a block scale that is NaN or negative, with its position. Waits for the repack
     to finish.
     """
 
@@ -142,17 +148,12 @@ class Weight:
         need_device()
         c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "")
         self.tensor_scale = _positive(tensor_scale, "tensor_scale")
-        self.device = _same_device({"codes": c, "block_scale": s})
         module = native()
-        on = launch_stream((c, s), stream)
         size = module.packed_bytes(self.n, self.k)
-        self.packed = DeviceArray((size,), "uint8", self.device) if memory is None else memory
-        to = view(self.packed, "memory")
-        if (to.dtype, to.shape, to.device, to.ptr % 16) != ("uint8", (size,), self.device, 0):
-            raise UsageError(
-                f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes"
-            )
-        _disjoint({"memory": to}, {"codes": c, "block_scale": s})
+        self.packed = DeviceArray((size,), "uint8", c.device) if memory is None else memory
+        to = _operand(self.packed, "memory", ("uint8",), (size,))
+        self.device = _shared_device({"memory": to}, {"codes": c, "block_scale": s})
+        on = launch_stream((c, s), stream)
         with CurrentDevice(self.device):
             bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULT_NUMBERS[fault], on)
         if bad is not None:
@@ -171,7 +172,7 @@ class Weight:
             try:
                 with CurrentDevice(self.device):
                     name, fields = module.plan(m, self.n, self.k, path)
-            except module.CudaError as error:
+            except (module.CudaError, ValueError) as error:
                 raise UsageError(
                     f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}"
                 ) from error
@@ -181,20 +182,16 @@ class Weight:
     def workspace_bytes(self, m: int, plan: Plan | None = None) -> int:
         """Return the device memory that a product of M tokens needs while it runs.
 
-        plan: None for the one chosen for M.
+        plan: None for the one chosen for M. UsageError: what is wrong with it.
         """
         plan = plan or self.plan(m)
         try:
             with CurrentDevice(self.device):
                 return native().plan_needs(m, self.n, self.k, path_of(plan), tuple(plan))[1]
         except ValueError as error:
-            _refuse_plan(plan, m, self, error)
-
-
-def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoReturn:
-    raise UsageError(
-        f"plan {plan} for M={m}, N={weight.n}, K={weight.k}: {problem}", "Weight.plan(m)"
-    ) from problem
+            raise UsageError(
+                f"plan {plan} for M={m}, N={self.n}, K={self.k}: {error}", "Weight.plan(m)"
+            ) from error
 
 
 def w4a16(
@@ -224,45 +221,37 @@ def w4a16(
     Returns `out` without waiting for the kernel. The first call can be captured in a CUDA graph.
     UsageError: arrays or a plan that do not fit the product.
     """
-    xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
+    xv = _operand(x, "x", ("bfloat16", "float16"), (None, weight.k), any_strides=True)
     m = xv.shape[0]
-    if path not in PATHS:
-        raise UsageError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
-    if xv.strides[1] != 1 or (m > 1 and (xv.strides[0] % 8 or xv.strides[0] < weight.k)):
+    row_stride, column_stride = xv.strides
+    if column_stride != 1 or (m > 1 and (row_stride % 8 or row_stride < weight.k)):
         raise UsageError(
             f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart",
             "x.contiguous()",
         )
     result = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
-    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, weight.n), 4), "out")
+    ov = _operand(result, "out", _FLOATS, (m, weight.n), align=4)
+    written = {"out": ov}
+    if workspace is not None:
+        written["workspace"] = _operand(workspace, "workspace", ("uint8",), (None,))
     packed = view(weight.packed, "weight")
-    device = _same_device({"x": xv, "weight": packed, "out": ov})
+    device = _shared_device(written, {"x": xv, "weight": packed})
     if m == 0:
         return result
     plan = plan or weight.plan(m, path)
-    views = [xv, ov]
-    written = {"out": ov}
-    memory = 0
-    size = 0
-    if workspace is not None:
-        ws = _workspace(workspace)
-        views.append(ws)
-        written["workspace"] = ws
-        memory = ws.ptr
-        size = math.prod(ws.shape)
-    _disjoint(written, {"x": xv, "weight": packed})
-    on = launch_stream(views, stream)
+    on = launch_stream([xv, *written.values()], stream)
+    memory = written.get("workspace")
     module = native()
     try:
         with CurrentDevice(device):
             module.w4a16(
                 xv.ptr,
-                xv.strides[0] if m > 1 else weight.k,
+                row_stride if m > 1 else weight.k,
                 packed.ptr,
                 weight.tensor_scale,
                 ov.ptr,
-                memory,
-                size,
+                memory.ptr if memory else 0,
+                memory.shape[0] if memory else 0,
                 m,
                 weight.n,
                 weight.k,
@@ -279,15 +268,6 @@ def w4a16(
         raise
     _wrote(result, on)
     return result
-
-
-def _workspace(workspace: CudaArray) -> View:
-    v = view(workspace, "workspace")
-    if v.dtype != "uint8" or not v.contiguous or v.ptr % 16:
-        raise UsageError(
-            f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory"
-        )
-    return v
 
 
 def fp4_native() -> bool:
@@ -326,12 +306,10 @@ def w4a4(
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
     result = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
-    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, n), 4), "out")
-    device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
-    _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
+    ov = _operand(result, "out", _FLOATS, (m, n), align=4)
+    device = _shared_device({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
     module = native()
-    out_type = CODES[ov.dtype]
     try:
         with CurrentDevice(device):
             module.w4a4(
@@ -344,7 +322,7 @@ def w4a4(
                 m,
                 n,
                 k,
-                out_type,
+                CODES[ov.dtype],
                 MODES[mode],
                 FAULT_NUMBERS[fault],
                 on,
@@ -357,21 +335,6 @@ def w4a4(
     return result
 
 
-def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
-    v = view(x, name)
-    if v.dtype not in CODES:
-        raise UsageError(f"{name} has dtype {v.dtype}; expected {', '.join(CODES)}")
-    if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
-        raise UsageError(
-            f"{name} has shape {list(v.shape)}; the last dimension must be a positive multiple of {GROUP}"
-        )
-    if not v.contiguous or v.ptr % 16:
-        raise UsageError(
-            f"{name} must be contiguous and start at a multiple of 16 bytes", f"{name}.contiguous()"
-        )
-    return v, math.prod(v.shape) // GROUP
-
-
 def fake_quant(
     x: CudaArray, tensor_scale: float, out: Out | None = None, *, stream: int | None = None
 ) -> Out | DeviceArray:
@@ -380,15 +343,17 @@ def fake_quant(
     ModelOpt's dynamic activation op, to the bit.
     """
     need_device()
-    v, blocks = _blocks(x, "x")
+    v = _operand(x, "x", _FLOATS, None)
+    if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
+        raise UsageError(
+            f"x has shape {list(v.shape)}; the last dimension must be a positive multiple of {GROUP}"
+        )
     scale = _positive(tensor_scale, "tensor_scale")
     result = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
-    o, _ = _blocks(result, "out")
-    if (o.shape, o.dtype) != (v.shape, v.dtype):
-        raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
-    device = _same_device({"x": v, "out": o})
-    if o.ptr != v.ptr:  # in place, each thread reads its block before it writes it
-        _disjoint({"out": o}, {"x": v})
+    o = _operand(result, "out", (v.dtype,), v.shape)
+    in_place = o.ptr == v.ptr  # then each thread reads its block before it writes it
+    device = _shared_device({"out": o}, {} if in_place else {"x": v})
+    blocks = math.prod(v.shape) // GROUP
     if blocks:
         on = launch_stream((v, o), stream)
         with CurrentDevice(device):

@@ -121,21 +121,20 @@ def dequantize_in_torch(codes: Tensor, block_scale: Tensor, tensor_scale: float)
     return table[nibbles.int()] * scales.repeat_interleave(GROUP, 1)
 
 
-def ratio_to_bound(
-    result: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype
-) -> float:
-    """Return the largest |result - exact| in units of its bound.
+def error_in_bounds(result: Tensor, x: Tensor, w: Tensor) -> float:
+    """Return the largest error of result = x @ w.T in units of its bound; above 1 it is wrong.
 
-    The bound allows float32 sums of K products and one rounding to dtype.
+    The bound allows float32 sums of K products and one rounding to the result's dtype. w: float64.
     """
     import torch
 
-    limit = (k + 8) * 2.0**-23 * magnitude
+    inputs = x.double()
+    exact = inputs @ w.t()
+    limit = (w.shape[1] + 8) * 2.0**-23 * (inputs.abs() @ w.abs().t())
     largest = (exact.abs() + limit).clamp_min(2.0**-100)
-    limit = limit + torch.exp2(torch.floor(torch.log2(largest)) - MANTISSA[str(dtype)])
-    return float(
-        torch.nan_to_num((result.double() - exact).abs() / limit, nan=float("inf")).max().item()
-    )
+    limit += torch.exp2(torch.floor(torch.log2(largest)) - MANTISSA[str(result.dtype)])
+    ratios = (result.double() - exact).abs() / limit
+    return ratios.nan_to_num(nan=float("inf")).max().item()
 
 
 def worst_error(
@@ -150,28 +149,17 @@ def worst_error(
     """
     import torch
 
-    n = codes.shape[0]
-    k = codes.shape[1] * 2
-    device = codes.device
-    generator = torch.Generator(device).manual_seed(n * 31 + k)
-    x = torch.randn(max(CHECKED_TOKENS), k, generator=generator, device=device).to(dtype)
+    n, half = codes.shape
+    k = 2 * half
+    x = _activations(max(CHECKED_TOKENS), n, k, dtype, codes.device)
     results = {m: torch.ops.annie_quant.nvfp4_linear(x[:m], *weight) for m in CHECKED_TOKENS}
-    inputs = x.double()
-    sizes = inputs.abs()
     worst = 0.0
     step = max(1, SPAN // k)
     for start in range(0, n, step):
         span = slice(start, start + step)
         w = dequantize_in_torch(codes[span], block_scale[span], tensor_scale)
-        exact = inputs @ w.t()
-        magnitude = sizes @ w.abs().t()
-        worst = max(
-            worst,
-            *(
-                ratio_to_bound(r[:, span], exact[:m], magnitude[:m], k, dtype)
-                for m, r in results.items()
-            ),
-        )
+        for m, result in results.items():
+            worst = max(worst, error_in_bounds(result[:, span], x[:m], w))
     return worst
 
 
@@ -198,29 +186,36 @@ def worst_experts_error(
     from annie_quant.gemm import grouped
 
     experts, n, half = codes.shape
-    device = codes.device
     k = 2 * half
-    generator = torch.Generator(device).manual_seed(n * 31 + k)
+    counts = [*EXPERT_TOKENS, *(mean * experts for mean in PER_EXPERT)]
     runs = []
-    for tokens in (*EXPERT_TOKENS, *(mean * experts for mean in PER_EXPERT)):
-        rows = -(-tokens // top_k) if top_k > 1 else tokens
-        x = torch.randn(rows, k, generator=generator, device=device).to(dtype)
-        chosen = (
-            torch.rand(rows, experts, generator=generator, device=device).topk(top_k).indices.int()
-        )
-        out = torch.full((rows * top_k, n), float("nan"), dtype=dtype, device=device)
-        tile = grouped.plan_tokens(rows * top_k, experts, top_k, n, k, device.index)
+    for tokens in counts:
+        rows = -(-tokens // top_k)
+        x = _activations(rows, n, k, dtype, codes.device)
+        chances = _activations(rows, n, experts, torch.float32, codes.device)
+        chosen = chances.topk(top_k).indices.int()
+        tile = grouped.plan_tokens(rows * top_k, experts, top_k, n, k, codes.device.index)
+        out = torch.full((rows * top_k, n), float("nan"), dtype=dtype, device=codes.device)
         torch.ops.annie_quant.nvfp4_experts_out(
             out, x, *weights[:2], *align(chosen, tile), top_k, tile
         )
-        runs.append((x.double().repeat_interleave(top_k, 0), chosen.flatten(), out))
+        runs.append((x.repeat_interleave(top_k, 0), chosen.flatten(), out))
     worst = 0.0
     for expert in range(experts):
-        mine = [(x[of == expert], out[of == expert]) for x, of, out in runs]
-        x, out = (torch.cat(part) for part in zip(*mine, strict=True))
-        if len(x):
-            w = dequantize_in_torch(
-                codes[expert], block_scale[expert], float(tensor_scales[expert])
-            )
-            worst = max(worst, ratio_to_bound(out, x @ w.t(), x.abs() @ w.abs().t(), k, dtype))
+        factor = float(tensor_scales[expert])
+        w = dequantize_in_torch(codes[expert], block_scale[expert], factor)
+        for x, experts_of_pairs, out in runs:
+            mine = experts_of_pairs == expert
+            if mine.any():
+                worst = max(worst, error_in_bounds(out[mine], x[mine], w))
     return worst
+
+
+def _activations(
+    rows: int, seed: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return normal numbers [rows, columns], the same for the same arguments."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed * 31 + columns)
+    return torch.randn(rows, columns, generator=generator, device=device).to(dtype)

@@ -154,33 +154,34 @@ def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> Backe
     a wrong result is not.
     """
     rows = []
-    verdict = "right"
-    cause = remedy = ""
+    failure = None
     for case in only or cases():
         try:
-            result = np.asarray(call(case)).astype(np.float64)
-            exact, magnitude = case.exact()
-            if result.shape != exact.shape:
-                raise ValueError(f"got shape {list(result.shape)}, expected {list(exact.shape)}")
-            limit = oracle.bound(exact, magnitude, case.a.shape[1] * 2, "bfloat16") * SLACK
-            worst = oracle.worst(result, exact, limit)
-            rows.append(CaseResult(case.name, worst <= 1, worst))
-            if worst > 1:
-                verdict = "wrong"
-                cause = known_failures.WRONG_RESULT.cause
-                remedy = known_failures.WRONG_RESULT.fix
+            rows.append(_compare(call, case))
         except Exception as error:
-            rows.append(
-                CaseResult(case.name, False, error=f"{type(error).__name__}: {error}"[:300])
-            )
-            if verdict == "right":
-                known = known_failures.find_failure(str(error))
-                verdict = "failed"
-                cause = known.cause if known else ""
-                remedy = known.fix if known else ""
-    return BackendResult(
-        name, verdict, cause, remedy, rows, max((r.worst or 0.0 for r in rows), default=0.0)
-    )
+            text = f"{type(error).__name__}: {error}"
+            rows.append(CaseResult(case.name, False, error=text[:300]))
+            failure = failure or known_failures.find_failure(str(error))
+    verdict = "right"
+    if any(row.error for row in rows):
+        verdict = "failed"
+    if any(row.worst is not None and not row.ok for row in rows):
+        verdict = "wrong"
+        failure = known_failures.WRONG_RESULT
+    worst = max((row.worst or 0.0 for row in rows), default=0.0)
+    if failure is None:
+        return BackendResult(name, verdict, cases=rows, worst=worst)
+    return BackendResult(name, verdict, failure.cause, failure.fix, rows, worst)
+
+
+def _compare(call: Product, case: GemmCase) -> CaseResult:
+    result = np.asarray(call(case)).astype(np.float64)
+    exact, magnitude = case.exact()
+    if result.shape != exact.shape:
+        raise ValueError(f"got shape {list(result.shape)}, expected {list(exact.shape)}")
+    limit = oracle.bound(exact, magnitude, case.a.shape[1] * 2, "bfloat16") * SLACK
+    worst = oracle.worst(result, exact, limit)
+    return CaseResult(case.name, worst <= 1, worst)
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
@@ -188,14 +189,10 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
 
     Rows are padded to 128 and columns to 4 with zeros.
     """
-    rows, cols = scales.shape
-    m = -(-rows // 128) * 128
-    c = -(-cols // 4) * 4
-    padded = np.zeros((m, c), np.uint8)
-    padded[:rows, :cols] = scales
-    return np.ascontiguousarray(
-        padded.reshape(m // 128, 4, 32, c // 4, 4).transpose(0, 3, 2, 1, 4)
-    ).reshape(m, c)
+    rows, columns = scales.shape
+    padded = np.pad(scales, ((0, -rows % 128), (0, -columns % 4)))
+    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(tiles).reshape(padded.shape)
 
 
 def backends(stack: str) -> Iterator[GemmBackend]:
@@ -313,10 +310,14 @@ def _annie_quant(case: GemmCase) -> np.ndarray:
 
     torch_op.register()
     weight = torch_op.prepare(_device_tensor(case.w), _device_tensor(case.w_scale), 1.0)
-    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(
-        torch.bfloat16
-    )
+    x = _activations(case)
     return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
+
+
+def _activations(case: GemmCase) -> Tensor:
+    """Return A as a weight-only kernel takes it: exact in bf16."""
+    values = oracle.dequantize(case.a, case.a_scale).astype(np.float32)
+    return _device_tensor(values).bfloat16()
 
 
 def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
@@ -341,9 +342,7 @@ def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
     layer.input_size_per_partition = case.w.shape[1] * 2
     layer.params_dtype = torch.bfloat16
     utils.prepare_fp4_layer_for_marlin(layer)
-    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(
-        torch.bfloat16
-    )
+    x = _activations(case)
     out = utils.apply_fp4_marlin_linear(
         x,
         layer.weight,
@@ -396,21 +395,26 @@ def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
             else:
                 rows.append(_judge_in_process(each, name, timeout_s))
     right = [r.backend for r in rows if r.verdict == "right"]
-    weight_only = [name for name in right if "W4A16" in name]
-    note = ""
-    if weight_only and not has_fp4_units():
-        note = known_failures.NO_FP4_UNITS
-    elif weight_only:
-        note = (
-            known_failures.NOT_NATIVE if right == weight_only else known_failures.WEIGHT_ONLY_FIRST
-        )
+    choice = right[0] if right else None
     return StackResult(
         rows,
-        choose=right[0] if right else None,
-        switch=SWITCHES.get(right[0], "") if right else "",
-        note=note,
+        choose=choice,
+        switch=SWITCHES.get(choice or "", ""),
+        note=_advice(right),
         wrong=any(r.verdict == "wrong" for r in rows),
     )
+
+
+def _advice(right: list[str]) -> str:
+    """Return what to know about the choice among the backends that are right."""
+    weight_only = [name for name in right if "W4A16" in name]
+    if not weight_only:
+        return ""
+    if not has_fp4_units():
+        return known_failures.NO_FP4_UNITS
+    if right == weight_only:
+        return known_failures.NOT_NATIVE
+    return known_failures.WEIGHT_ONLY_FIRST
 
 
 def run_module(module: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -442,22 +446,26 @@ def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
     try:
         process = run_module("annie_quant.gemm.stack_check", stack, name, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
-        return _failed(name, f"no result within {timeout_s:.0f} s", "")
+        return _failed(name, f"no result within {timeout_s:.0f} s", [])
     result = last_json_line(process.stdout)
     if result is not None:
         return _backend_result(json.loads(result))
     code = process.returncode
-    end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = process.stderr.strip().splitlines()[-20:]
-    return _failed(name, f"{end}: {last[-1][:200]}" if last else end, "\n".join(last))
-
-
-def _failed(name: str, reason: str, output: str) -> BackendResult:
-    known = known_failures.find_failure(output)
-    row = CaseResult("all", False, error=reason)
-    return BackendResult(
-        name, "failed", known.cause if known else reason, known.fix if known else "", [row]
+    reason = (
+        f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     )
+    return _failed(name, reason, process.stderr.strip().splitlines()[-20:])
+
+
+def _failed(name: str, reason: str, output: list[str]) -> BackendResult:
+    """Return the result of a backend whose process gave none. output: its last lines."""
+    if output:
+        reason = f"{reason}: {output[-1][:200]}"
+    row = CaseResult("all", False, error=reason)
+    known = known_failures.find_failure("\n".join(output))
+    if known is None:
+        return BackendResult(name, "failed", reason, cases=[row])
+    return BackendResult(name, "failed", known.cause, known.fix, [row])
 
 
 # ---- in a container: one command as a list of arguments, the code on its standard input
@@ -514,23 +522,16 @@ def plan_container(target: str, stack: str) -> list[str]:
 
     Runs the container program only to check what is running.
     """
-    container_script(stack)
+    stack_names(stack)
     program = next((p for p in PROGRAMS if shutil.which(p)), None)
+    start = container_command(target, program or PROGRAMS[0], running=False)
     if program is None:
-        return container_command(target, PROGRAMS[0], running=False)
-    start = container_command(
-        target, program, running=False
-    )  # checks the name before it is passed to the program
-    state = subprocess.run(
-        [program, "container", "inspect", "--format", "{{.State.Running}}", target],
-        capture_output=True,
-        text=True,
-    )
-    return (
-        container_command(target, program, running=True)
-        if state.stdout.strip() == "true"
-        else start
-    )
+        return start
+    question = [program, "container", "inspect", "--format", "{{.State.Running}}", target]
+    state = subprocess.run(question, capture_output=True, text=True)
+    if state.stdout.strip() != "true":
+        return start
+    return container_command(target, program, running=True)
 
 
 def examine_container(target: str, stack: str, timeout_s: float = 1800.0) -> StackResult:

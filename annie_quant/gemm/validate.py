@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from annie_quant.core.untrusted import JsonObject
 
 PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
+# [M, N, K]: padded and whole rows and columns, few and many tokens
+W4A16_SHAPES = (
+    (1, 272, 768),
+    (8, 4096, 4096),
+    (16, 150, 1040),
+    (17, 128, 192),
+    (64, 2048, 2064),
+    (257, 528, 1024),
+)
 
 
 @dataclass(frozen=True)
@@ -64,27 +73,27 @@ def validate(stack: str | None = None) -> Validation:
     """
     need_device()
     info = native().device_info(0)
+    capability = f"{info['major']}.{info['minor']}"
     has_native = fp4_native()
     hopper = info["major"] == 9
+    named = {k: v for k, v in info.items() if k not in ("name", "major", "minor")}
+    paths = {
+        "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers",
+        "w4a4": "emulated (no sm_12x code runs here)",
+        "sm_12x": machine_code(native().ARCHS, capability)[1],
+    }
+    if hopper:
+        paths["w4a16"] += "; wgmma for more than 16 tokens, and for fewer where it is faster"
+    if has_native:
+        paths["w4a4"] = "native mma.sync mxf4nvf4 m16n8k64"
     result = Validation(
         device={
             "name": info["name"],
-            "compute_capability": f"{info['major']}.{info['minor']}",
-            **{k: v for k, v in info.items() if k not in ("name", "major", "minor")},
+            "compute_capability": capability,
+            **named,
             "host": platform.machine(),
         },
-        paths={
-            "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
-            + (
-                "; wgmma for more than 16 tokens, and for fewer where it is faster"
-                if hopper
-                else ""
-            ),
-            "w4a4": "native mma.sync mxf4nvf4 m16n8k64"
-            if has_native
-            else "emulated (no sm_12x code runs here)",
-            "sm_12x": machine_code(native().ARCHS, f"{info['major']}.{info['minor']}")[1],
-        },
+        paths=paths,
     )
     for checks in (
         _pairs(),
@@ -135,7 +144,7 @@ def _pairs() -> Iterator[KernelCheck]:
     """All codes times all scales: row = scale byte, column = code; each output is one product."""
     from ml_dtypes import bfloat16
 
-    scales = np.arange(127, dtype=np.uint8).repeat(1).reshape(127, 1)
+    scales = np.arange(127, dtype=np.uint8)[:, None]
     low = np.arange(0, 16, 2, dtype=np.uint8)
     codes = np.tile(low | (low + 1) << 4, (127, 1))
     expected = oracle.dequantize(codes, scales)
@@ -148,15 +157,13 @@ def _pairs() -> Iterator[KernelCheck]:
 
 
 def _w4a16(hopper: bool) -> Iterator[KernelCheck]:
-    for m, n, k in (
-        (1, 272, 768),
-        (8, 4096, 4096),
-        (16, 150, 1040),
-        (17, 128, 192),
-        (64, 2048, 2064),
-        (257, 528, 1024),
-    ):
-        for path in (("skinny",) if m <= 16 else ()) + ("tiled",) + (("wgmma",) if hopper else ()):
+    for m, n, k in W4A16_SHAPES:
+        paths = ["tiled"]
+        if m <= 16:
+            paths.append("skinny")
+        if hopper:
+            paths.append("wgmma")
+        for path in paths:
             worst = _error(*_case(m, n, k, m), path=path)
             yield KernelCheck(
                 f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
@@ -221,21 +228,6 @@ def _controls() -> Iterator[KernelCheck]:
         yield control("W4A4", fault, _w4a4_error(16, 64, 128, fault=fault))
 
 
-# ---- what a GPU has for our kernels: machine code, and shared memory for the plans of a 9B's products and of experts
-
-DeviceLimits = tuple[
-    int, int, int, bool, bool
-]  # of _gemm: SMs, shared memory per block, major capability, wgmma, native FP4
-SPARK_LIMITS = (48, 101376, 12, False, True)  # of a GB10
-PLANNED_SHAPES = (
-    (24576, 4096),
-    (4096, 12288),
-    (8192, 4096),
-    (248320, 4096),
-)  # [N, K] of a 9B, its head last
-PLANNED_TOKENS = (1, 8, 16, 64, 256, 4096)
-
-
 def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]:
     """Return whether the module has native FP4 code for a GPU of SM12x, and in words.
 
@@ -251,37 +243,11 @@ def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]
     return any(a.startswith((exact, "120f")) for a in built), listed
 
 
-def largest_need(limits: DeviceLimits) -> int:
-    """Return the most shared memory per block of the plans for a 9B's products.
-
-    Raises CudaError where a product has none.
-    """
-    module = native()
-    most = 0
-    for n, k in PLANNED_SHAPES:
-        for m in PLANNED_TOKENS:
-            path, fields = module.plan(m, n, k, "auto", limits)
-            most = max(most, module.plan_needs(m, n, k, path, fields, limits)[0])
-    for pairs in PLANNED_TOKENS:
-        shape = (pairs * 8, 256, 8, 1024, 2048)
-        most = max(
-            most, module.grouped_needs(shape, module.plan_grouped(shape, 0, limits), limits)[0]
-        )
-    return most
-
-
 def device_checks(info: Mapping[str, int | str]) -> Iterator[KernelCheck]:
-    """Check machine code and shared memory. info: of _gemm.device_info."""
+    """Check that a GPU of SM12x has machine code. info: of _gemm.device_info."""
     module = native()
-    limits: DeviceLimits = module.limits()
     capability = f"{info['major']}.{info['minor']}"
     present, detail = machine_code(module.ARCHS, capability)
     if present is not None:
-        yield KernelCheck(f"machine code for {capability}", present and limits[4], detail)
-    try:
-        need = largest_need(limits)
-        yield KernelCheck(
-            "shared memory", need <= limits[1], f"{need} of {limits[1]} bytes per block"
-        )
-    except module.CudaError as error:
-        yield KernelCheck("shared memory", False, str(error.args[0]))
+        has_native = module.limits()[4]
+        yield KernelCheck(f"machine code for {capability}", present and has_native, detail)

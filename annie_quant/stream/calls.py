@@ -30,6 +30,7 @@ from annie_quant.core.untrusted import JsonObject, decode_json, integer
 from annie_quant.stream.texts import joined, name_field, object_field
 
 MAX_TOOL_CALLS = 1000
+MAX_BYTES_EXAMINED = 1 << 26  # of arguments, where names are repeated: no server needs that many
 
 
 class StreamedCall(msgspec.Struct):
@@ -51,9 +52,6 @@ class _Call:
     pieces: list[str] = field(default_factory=list)
     has_arguments: bool = False  # a fragment had the field, also if it was empty
     is_echo: bool = False  # begun by a fragment that may only repeat the call before it
-
-    def is_complete(self) -> bool:
-        return _is_object(self.arguments())
 
     def arguments(self) -> str:
         """Return the arguments: the pieces joined, or the last one where each repeats all before it."""
@@ -87,6 +85,7 @@ class CallAssembler:
         self._calls: list[_Call] = []
         self._by_index: dict[int, _Call] = {}
         self._by_id: dict[str, _Call] = {}
+        self._examined = 0
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -131,7 +130,7 @@ class CallAssembler:
             return None
         if fragment.id is not None or fragment.index is not None:
             # the id that the latest call lacks, or an index that counts fragments
-            is_start = fragment.name or latest.is_complete() or (fragment.id and latest.ids)
+            is_start = fragment.name or self._is_complete(latest) or (fragment.id and latest.ids)
             return None if is_start else latest
         if fragment.siblings == 1:
             return latest
@@ -145,8 +144,9 @@ class CallAssembler:
         has_same_name = fragment.name == call.name
         if fragment.id is not None and fragment.id in call.ids:
             has_own_index = fragment.index is not None and fragment.index not in self._by_index
-            is_repeated = fragment.arguments in (None, "", *call.pieces) and not has_own_index
-            return not has_same_name or (call.is_complete() and not is_repeated)
+            if has_own_index or not has_same_name:
+                return True
+            return self._is_complete(call) and not self._is_repeated(call, fragment)
         if fragment.id is not None and call.ids:
             return True
         is_piece_of_name = (
@@ -155,7 +155,17 @@ class CallAssembler:
             and fragment.arguments is None
             and not call.has_arguments
         )
-        return call.is_complete() if has_same_name else not is_piece_of_name
+        return self._is_complete(call) if has_same_name else not is_piece_of_name
+
+    def _is_complete(self, call: _Call) -> bool:
+        self._examined += sum(map(len, call.pieces))
+        if self._examined > MAX_BYTES_EXAMINED:
+            raise ValueError("a tool call's name is repeated in too many fragments")
+        return _is_object(call.arguments())
+
+    def _is_repeated(self, call: _Call, fragment: _Fragment) -> bool:
+        """Return whether a fragment with the call's own name has nothing more than the call, which is complete."""
+        return fragment.arguments in (None, "", call.arguments())
 
     def _begin(self, fragment: _Fragment) -> _Call:
         if len(self._calls) >= MAX_TOOL_CALLS:
@@ -169,7 +179,10 @@ class CallAssembler:
         return call
 
     def _extend(self, call: _Call, fragment: _Fragment) -> None:
-        is_repeated = fragment.name == call.name and fragment.arguments in call.pieces
+        is_named_again = bool(call.name) and fragment.name == call.name
+        is_new = bool(fragment.arguments) and not (
+            is_named_again and self._is_complete(call) and self._is_repeated(call, fragment)
+        )
         if fragment.name and fragment.name != call.name:
             call.name += fragment.name
         if fragment.id is not None:
@@ -179,14 +192,12 @@ class CallAssembler:
         if fragment.index is not None:
             self._by_index[fragment.index] = call
         call.has_arguments |= fragment.arguments is not None
-        if fragment.arguments and not (is_repeated and call.is_complete()):
+        if is_new and fragment.arguments:
             call.pieces.append(fragment.arguments)
 
 
 def _fragment(value: JsonObject, position: int, siblings: int) -> _Fragment:
-    function = (
-        object_field(value, "function") or value
-    )  # LM Studio's and Ollama's older builds: without "function"
+    function = object_field(value, "function") or value
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()

@@ -34,6 +34,7 @@ LOADS = {
     "1 stream, 5 ms": (1, 100, 5000, 0, 1, 0),
     "32 burst, 20 ms": (32, 50, 20000, 0, 1, 0),
     "32 staggered, 20 ms": (32, 50, 20000, 1, 1, 0),
+    "128 burst, 20 ms": (128, 50, 20000, 0, 1, 0),
     "256 burst, 20 ms": (256, 50, 20000, 0, 1, 0),
     "256 staggered, 20 ms": (256, 50, 20000, 1, 1, 0),
     "256 burst, 1000 events": (256, 1000, 20000, 0, 1, 0),
@@ -102,7 +103,8 @@ def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], flo
             query,
             "0",
         ]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    path = os.pathsep.join(filter(None, [str(HERE.parent.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if done.returncode:
         raise SystemExit(f"{client}: {done.stderr[-400:]}")

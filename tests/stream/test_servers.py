@@ -75,6 +75,11 @@ FORMS = {
         [piece(A_TEXT, F, index=0, id="call"), piece(A_TEXT, F, index=1, id="call")],
         [("call", F, A), ("call", F, A)],
     ),
+    "one id for all calls, own indices, in pieces": (
+        [piece("", F, index=0, id="call"), piece("", F, index=1, id="call"), piece(A_TEXT, index=0, id="call"),
+         piece(A_TEXT, index=1, id="call")],
+        [("call", F, A), ("call", F, A)],
+    ),
     "one id and one index for all calls": (
         [piece(A_TEXT, F, index=0, id="0"), piece(B_TEXT, G, index=0, id="0")],
         [("0", F, A), ("0", G, B)],
@@ -188,6 +193,13 @@ def test_too_many_calls_are_a_fault() -> None:
         event({"tool_calls": [piece("{}", F, id=str(i)) for i in range(1001)]}), DONE
     )
     assert record["cause"] == "malformed" and "more than 1000 tool calls" in record["error"]
+
+
+def test_a_name_in_a_million_fragments_is_a_fault_and_takes_no_time() -> None:
+    calls = CallAssembler()
+    with pytest.raises(ValueError, match="too many fragments"):
+        for _ in range(1_000_000):
+            calls.add([piece("}" * 50, F, index=0)])
 
 
 # ---- whole messages, thinking

@@ -25,7 +25,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data import otel
-from annie_quant.data.log_records import Conversation, called
+from annie_quant.data.conversations import Conversation, called
 from annie_quant.data.log_sample import max_tokens, without_thinking
 from annie_quant.data.logs import Problems, files_of, read_logs
 from annie_quant.data.masking import Scanner

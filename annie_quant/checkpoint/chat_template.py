@@ -34,6 +34,21 @@ MAX_TEXT = 4_000_000  # characters of a rendered conversation
 MAX_REPLY_BYTES = 6 * MAX_TEXT + 1000  # a character takes at most six bytes in JSON
 
 
+class ConversationRefused(CheckpointError):
+    """The chat template works, and raises an error for this conversation. reason: its error."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"{where}: its chat template cannot render this conversation: {reason}",
+            "leave the conversation out; or, for every conversation, restore chat_template.jinja from the source checkpoint",
+        )
+        self.reason = reason
+
+
+class _Refused(ValueError):
+    """A template's own error."""
+
+
 class TemplateTokenizer(Protocol):
     """The part of a transformers tokenizer that is needed here."""
 
@@ -63,7 +78,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
-        Raises CheckpointError where the template fails or exceeds a limit.
+        Raises ConversationRefused where the template raises an error, CheckpointError where it exceeds a limit.
 
         messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
         """
@@ -75,6 +90,8 @@ class ChatTemplate:
             return worker.render(
                 fields | {"add_generation_prompt": generation_prompt} | special | variables
             )
+        except _Refused as error:
+            raise ConversationRefused(self._where, str(error)) from None
         except ValueError as error:
             raise CheckpointError(
                 f"{self._where}: its chat template {error}",
@@ -187,9 +204,7 @@ class _Worker:
                 self._finish()
                 raise ValueError(str(error) or "ended its process") from None
         if "text" not in reply:
-            raise ValueError(
-                f"cannot render this conversation: {printable(str(reply.get('error')), 300)}"
-            )
+            raise _Refused(printable(str(reply.get("error")), 300))
         if len(reply["text"]) > MAX_TEXT:
             raise ValueError(
                 f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}"

@@ -204,21 +204,17 @@ def read_text(path: Path) -> str:
 
 def read_tools(path: Path) -> list[JsonObject]:
     """Return the tools in a file: OpenAI's list, an object with `tools`, or bare function definitions."""
-    from annie_quant.data.log_records import tools_of
+    from annie_quant.data.tool_forms import tools_of
 
     try:
         document = decode_json(read_text(path), lenient=True)
     except ValueError as error:
         raise UsageError(f"{path} is {error}", "give a list of OpenAI function tools") from None
-    if isinstance(document, dict):
-        document = document.get("tools") or document.get("functions") or [document]
-    if document == []:
-        return []
-    tools = tools_of(document)
-    if tools is None or len(tools) != len(document):
+    tools, faults = tools_of(document)
+    if faults:
         raise UsageError(
-            f"{path} is not a list of OpenAI function tools",
-            '[{"type": "function", "function": {"name": ...}}]',
+            f"{path} is not a list of tools: {faults[0]}",
+            '[{"type": "function", "function": {"name": ..., "parameters": {...}}}]',
         )
     definitions: dict[str, JsonObject] = {}
     for tool in tools:

@@ -10,7 +10,8 @@ check_prompt_hash(rows, persona, allow=False)     the data has the system prompt
 from __future__ import annotations
 
 from annie_quant.data.generation import CATEGORIES, GenerationResult, generate
-from annie_quant.data.rows import ValidatedRows, check_apart, check_prompt_hash, read_rows, validate
+from annie_quant.data.row_rules import ValidatedRows, validate
+from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
 from annie_quant.data.teachers import Options
 from annie_quant.documents.persona import Category, Persona, load_persona
 

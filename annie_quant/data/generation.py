@@ -26,17 +26,10 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import teachers
+from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.exchanges import SPLITS
-from annie_quant.data.rows import (
-    MIN_VALID,
-    DuplicateFinder,
-    ValidatedRows,
-    faults,
-    prompts_of_others,
-    read_rows,
-    user_text,
-    validate,
-)
+from annie_quant.data.row_rules import MIN_VALID, ValidatedRows, faults, user_text, validate
+from annie_quant.data.rows import prompts_of_others, read_rows
 from annie_quant.data.teachers import BatchFailed, Options, RateLimited, Teacher, TeacherBatch
 from annie_quant.documents.persona import Category, Persona, load_persona
 

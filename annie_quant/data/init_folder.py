@@ -26,8 +26,8 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.templates import render_markdown
+from annie_quant.data.conversations import LoggedTool
 from annie_quant.data.generation import generate
-from annie_quant.data.log_records import LoggedTool
 from annie_quant.data.log_sample import (
     LogSample,
     inferred_tools,

@@ -20,16 +20,17 @@ from pathlib import Path
 
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.log_records import (
+from annie_quant.data.conversations import (
     Conversation,
     LoggedTool,
     called,
     row_of,
     with_text_arguments,
 )
+from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
-from annie_quant.data.rows import DuplicateFinder, Row, form_faults, user_text
+from annie_quant.data.row_rules import Row, form_faults, user_text
 from annie_quant.documents import CaseFile, ChatMessage, ChatRow, WorkloadFile
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES

@@ -1,18 +1,24 @@
 """Read log files of any size as a stream of conversations.
 
-OpenAI chat       JSON lines with `messages` (and `tools`), or a request with its `response`, as proxies and batches log them
+OpenAI chat       JSON lines with `messages` (and `tools`), or a request with its `response`: of proxies, batches, `record`
+OpenAI responses  requests with `input` and their responses
 ShareGPT, Hermes  `conversations` of {from, value}; tools in the system prompt, calls and results in tags
-transcripts       sessions of agents (Claude Code, OpenClaw): one event per line, tool calls as content blocks
-llama.cpp         log_server_r: request:  {...} and response: {...} (--verbose)
+Claude Code       sessions, one event per line
+Codex             rollouts, one event per line
 OpenTelemetry     spans and log records in OTLP JSON, one export per file or per line (data/otel.py)
+LiteLLM           its standard logging payload and spend logs
+Langfuse          observations of type GENERATION, alone or in traces
+llama.cpp         log_server_r: request:  {...} and response: {...} (--verbose)
 datasets          Parquet, Arrow and JSON files of Hugging Face chat datasets, also with gzip, and folders of all of these
+
+A file has the form of its first row that a source recognises (sources.py, transcripts.py). A row outside that form is
+counted and named with the place of the first one; it never becomes content.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import gzip
 import itertools
 import json
@@ -20,14 +26,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.data import log_records, otel
-from annie_quant.data.log_records import Conversation, Unusable
-from annie_quant.documents import ChatMessage
+from annie_quant.data import otel
+from annie_quant.data.conversations import Conversation, Note, Unusable
+from annie_quant.data.sources import LLAMA_CPP, SOURCES, Source
+from annie_quant.data.transcripts import TRANSCRIPTS, Draft, Skipped, Transcript
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LOG_LINE_BYTES = 16_000_000  # bytes
@@ -35,29 +43,32 @@ MAX_CONVERSATION_CHARACTERS = (
     2_000_000  # of one conversation: over 256k tokens, more than any model reads
 )
 BATCH_ROWS = 256
-PlacedRecord = tuple[str, object]  # its place (file and line), and its content
+PlacedRow = tuple[str, object]  # its place (file and line), and its content
+MAX_ROWS_BEFORE_FORM = 100  # that no source recognises
 
 
 @dataclass
 class Problems:
-    """The records of logs that cannot be used.
+    """What logs have that cannot be used.
 
-    counts: reason → number of records.
-    first: reason → file and line of its first record.
+    counts: (unit, such as "rows"; reason) → number.
+    first: the same → file and line of the first.
     """
 
-    counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    first: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(self, reason: str, where: str = "", n: int = 1) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + n
-        self.first.setdefault(reason, where)
+    def add(self, reason: str, where: str = "", n: int = 1, unit: str = "rows") -> None:
+        key = unit, reason
+        self.counts[key] = self.counts.get(key, 0) + n
+        self.first.setdefault(key, where)
 
     def lines(self) -> Iterator[str]:
         """Yield one line per reason, the most frequent first."""
-        for reason, n in sorted(self.counts.items(), key=lambda item: -item[1]):
-            where = f" (first: {self.first[reason]})" if self.first[reason] else ""
-            yield f"{n:,} × {reason}{where}"
+        for (unit, reason), n in sorted(self.counts.items(), key=lambda item: -item[1]):
+            place = self.first[unit, reason]
+            where = f", first in {place}" if place else ""
+            yield f"{n:,} {unit if n > 1 else unit.removesuffix('s')} ({reason}{where})"
 
 
 def read_logs(
@@ -72,15 +83,10 @@ def read_logs(
     """
     problems = Problems() if problems is None else problems
     for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
-        for conversation in _read_file(path, problems):
-            if conversation.characters > MAX_CONVERSATION_CHARACTERS:
-                problems.add(
-                    f"longer than {MAX_CONVERSATION_CHARACTERS:,} characters",
-                    conversation.source or path.name,
-                )
-                continue
-            conversation.source = path.name
-            yield conversation
+        try:
+            yield from _File(path, problems).conversations()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def files_of(path: Path) -> Iterator[Path]:
@@ -98,96 +104,146 @@ def files_of(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path} does not exist", "--logs takes files and folders")
 
 
-def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    try:
-        if suffix in (".parquet", ".arrow"):
-            yield from _conversations(_rows(path, suffix), problems)
-            return
-        documents = _entries(path) if suffix == ".json" else None
-        if documents is None:
-            yield from _Lines(path, problems).conversations()
-        else:
-            named = ((f"{path.name}, entry {n}", entry) for n, entry in enumerate(documents, 1))
-            yield from _conversations(named, problems)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _conversations(records: Iterable[PlacedRecord], problems: Problems) -> Iterator[Conversation]:
-    for where, record in records:
-        try:
-            conversation = log_records.conversation_of(record)
-        except Unusable as reason:
-            problems.add(str(reason), where)
-        else:
-            yield dataclasses.replace(conversation, format=_format(record), source=where)
-
-
-def _entries(path: Path) -> list[object] | None:
-    """Return the entries of a JSON file; None where the file is not one JSON document, such as JSON lines."""
-    try:
-        document = decode_json(_open(path).read())
-    except ValueError:
-        return None
-    if otel.is_export(document):
-        return list(otel.records(document))
-    if isinstance(document, dict):
-        rows = document.get("data") or document.get("train")
-        return rows if isinstance(rows, list) else [document]
-    is_chat = isinstance(document, list) and document[:1] and "role" in _fields(document[0])
-    return document if isinstance(document, list) and not is_chat else [document]
-
-
-def _fields(value: object) -> JsonObject:
-    return value if isinstance(value, dict) else {}
-
-
-class _Lines:
-    """A file with JSON lines, a transcript with one event per line, or a server's text log."""
+class _File:
+    """One log file. Its form is that of its first row that a source recognises."""
 
     def __init__(self, path: Path, problems: Problems) -> None:
         self.path = path
         self.problems = problems
-        self.server = ServerLog()
-        self.transcript = Transcript()
-        self.text_lines = 0
-        self.first_text = ""
+        self.source: Source | None = None
+        self.transcript: Transcript | None = None
 
     def conversations(self) -> Iterator[Conversation]:
+        waiting: list[tuple[str, JsonObject]] = []
+        place = self.path.name
+        for place, row in self._rows():
+            if not isinstance(row, dict):
+                self.problems.add("not a JSON object", place)
+                continue
+            waiting.append((place, row))
+            if self._knows_form(row) or len(waiting) > MAX_ROWS_BEFORE_FORM:
+                yield from self._read(waiting)
+                waiting.clear()
+        yield from self._read(waiting)
+        if self.transcript is not None:
+            yield from self._completed(self.transcript.end(), place)
+
+    def _knows_form(self, row: JsonObject) -> bool:
+        """Return whether the file's form is known, with this row at the latest."""
+        if self.source is None and self.transcript is None:
+            transcripts = (kind() for kind in TRANSCRIPTS if kind.matches(row))
+            self.transcript = next(transcripts, None)
+            if self.transcript is None:
+                self.source = next((s for s in SOURCES if s.matches(row)), None)
+        return self.source is not None or self.transcript is not None
+
+    def _read(self, rows: Iterable[tuple[str, JsonObject]]) -> Iterator[Conversation]:
+        for place, row in rows:
+            with self._counted(place):
+                if self.transcript is not None:
+                    yield from self._completed(self.transcript.add(row), place)
+                elif self.source is not None:
+                    yield from self._completed([partial(self.source.read, row)], place)
+                else:
+                    names = ", ".join(sorted(row)[:6])[:80]
+                    raise Unusable(f"a form of log that is not read, with the fields {names}")
+            if self.transcript is not None:
+                self._note(self.transcript.notes, place)
+                self.transcript.notes.clear()
+
+    @contextlib.contextmanager
+    def _counted(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except (Unusable, Skipped) as reason:
+            self.problems.add(str(reason), place)
+
+    def _note(self, notes: Iterable[Note], place: str) -> None:
+        for unit, reason in notes:
+            self.problems.add(reason, place, unit=unit)
+
+    def _completed(self, drafts: Iterable[Draft], place: str) -> Iterator[Conversation]:
+        """Yield conversations with their origin."""
+        for draft in drafts:
+            with self._counted(place):
+                conversation = draft()
+                self._note(conversation.notes, place)
+                if conversation.characters > MAX_CONVERSATION_CHARACTERS:
+                    raise Unusable(f"longer than {MAX_CONVERSATION_CHARACTERS:,} characters")
+                kind = self.source or self.transcript
+                conversation.format = kind.name if kind else ""
+                conversation.source = self.path.name
+                conversation.place = place
+                yield conversation
+
+    def _rows(self) -> Iterator[PlacedRow]:
+        suffix = self.path.suffix
+        if suffix == ".gz":
+            suffix = Path(self.path.stem).suffix
+        if suffix in (".parquet", ".arrow"):
+            yield from _table_rows(self.path, suffix)
+            return
+        document = _document(self.path) if suffix == ".json" else None
+        if document is None:
+            yield from self._lines()
+            return
+        for number, entry in enumerate(_entries(document), 1):
+            yield f"{self.path.name}, entry {number}", entry
+
+    def _lines(self) -> Iterator[PlacedRow]:
+        text = TextLog()
         with _open(self.path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LOG_LINE_BYTES), b""), 1):
-                where = f"{self.path.name}, line {number}"
-                if len(line) >= MAX_LOG_LINE_BYTES and not line.endswith(b"\n"):
-                    self.problems.add(
-                        f"a line of more than {MAX_LOG_LINE_BYTES // 1_000_000} MB", where
-                    )
-                    _skip_line(file)
-                elif line.strip():
-                    yield from self._usable(self._line(line.strip(), where), where)
-        for source in (self.server, self.transcript):
-            yield from self._usable(source.rest(), self.path.name)
-        if self.text_lines and not self.server.is_known:
-            self.problems.add("a line that is not JSON", self.first_text, self.text_lines)
+                place = f"{self.path.name}, line {number}"
+                with self._counted(place):
+                    if len(line) >= MAX_LOG_LINE_BYTES and not line.endswith(b"\n"):
+                        _skip_line(file)
+                        size = MAX_LOG_LINE_BYTES // 1_000_000
+                        raise Unusable(f"a line of more than {size} MB")
+                    line = line.strip()
+                    if line[:1] in (b"{", b"["):
+                        yield from ((place, row) for row in _rows_of_line(_decoded(line)))
+                    elif line:
+                        yield from text.add(line.decode("utf-8", "replace"), place)
+        yield from text.rest()
+        text.report(self.problems)
 
-    def _usable(self, conversations: Iterator[Conversation], where: str) -> Iterator[Conversation]:
-        try:
-            yield from conversations
-        except Unusable as reason:
-            self.problems.add(str(reason), where)
 
-    def _line(self, line: bytes, where: str) -> Iterator[Conversation]:
-        if line[:1] not in (b"{", b"["):
-            self.text_lines += 1
-            self.first_text = self.first_text or where
-            yield from self.server.add(line.decode("utf-8", "replace"))
-            return
-        record = _decoded(line)
-        if isinstance(record, dict) and self.transcript.takes(record):
-            yield from self.transcript.add(record)
-            return
-        records = otel.records(record) if otel.is_export(record) else [record]
-        yield from _conversations(((where, each) for each in records), self.problems)
+def _document(path: Path) -> object:
+    """Return the value of a JSON file; None where the file is not one JSON document, such as JSON lines."""
+    try:
+        return decode_json(_open(path).read())
+    except ValueError:
+        return None
+
+
+def _entries(document: object) -> list[object]:
+    """Return the rows of a JSON document: a list of rows, an object that has one, or one row."""
+    if isinstance(document, dict) and not otel.is_export(document):
+        for name in ("data", "train", "batch"):
+            if isinstance(document.get(name), list):
+                document = document[name]
+                break
+    if isinstance(document, list):
+        first = document[0] if document else None
+        is_chat = isinstance(first, dict) and "role" in first
+        return (
+            [{"messages": document}] if is_chat else [r for d in document for r in _rows_of_line(d)]
+        )
+    return _rows_of_line(document)
+
+
+def _rows_of_line(value: object) -> list[object]:
+    """Return the rows in a JSON value: an export's spans, a trace's observations, a list's messages, or the value."""
+    if otel.is_export(value):
+        return list(otel.records(value))
+    if isinstance(value, list):
+        return [{"messages": value}]
+    if isinstance(value, dict) and isinstance(value.get("observations"), list):
+        return [
+            {"traceId": value.get("id"), **o} for o in value["observations"] if isinstance(o, dict)
+        ]
+    return [value]
 
 
 def _skip_line(file: IO[bytes]) -> None:
@@ -221,7 +277,7 @@ def _open(path: Path) -> IO[bytes]:
     return file
 
 
-def _rows(path: Path, suffix: str) -> Iterator[PlacedRecord]:
+def _table_rows(path: Path, suffix: str) -> Iterator[PlacedRow]:
     """Yield the rows of a Parquet or Arrow file."""
     need("pyarrow", "notebooks")
     import pyarrow
@@ -259,97 +315,65 @@ def _without_none(value: object) -> object:
     return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
-RECORD_FORMATS = {  # a field of a record → the name of the record's format
-    "conversations": "ShareGPT",
-    "conversation": "ShareGPT",
-    "span": "OpenTelemetry",
-    "response": "request and response",
-    "choices": "request and response",
-}
-
-
-def _format(record: object) -> str:
-    names = (name for key, name in RECORD_FORMATS.items() if key in _fields(record))
-    return next(names, "OpenAI chat")
-
-
-class Transcript:
-    """A transcript of an agent: one event or message per line, one conversation per session."""
-
-    NO_EVENT = ("messages", "conversations", "conversation", "request", "response", "body")
-
-    def __init__(self) -> None:
-        self._messages: list[ChatMessage] = []
-        self._fault = ""
-
-    def takes(self, record: JsonObject) -> bool:
-        """Return whether a line is an event of a transcript."""
-        if any(key in record for key in self.NO_EVENT):
-            return False
-        is_event = "type" in record and ("id" in record or "timestamp" in record)
-        is_message = (
-            str(record.get("role")).lower() in log_records.LOG_ROLES and "content" in record
-        )
-        return is_event or is_message
-
-    def add(self, record: JsonObject) -> Iterator[Conversation]:
-        if record.get("type") == "session":
-            yield from self.rest()
-            return
-        message = _fields(record.get("message")) or (record if "role" in record else None)
-        if message is None:
-            return
-        try:
-            self._messages += log_records.parsed_message(message)
-        except Unusable as reason:
-            self._fault = self._fault or str(reason)
-
-    def rest(self) -> Iterator[Conversation]:
-        """Yield the session so far. Raises Unusable where a message of it cannot be used."""
-        messages = self._messages
-        fault = self._fault
-        self._messages = []
-        self._fault = ""
-        if fault:
-            raise Unusable(fault)
-        if messages:
-            yield dataclasses.replace(log_records.finished(messages, None), format="transcript")
-
-
+# A line of llama.cpp's log with --verbose.
 _LLAMA = re.compile(r"log_server_r\w*:\s+(request|response):\s+(\{.*\})\s*$")
+# Lines of vLLM's and SGLang's text logs: they have prompts as rendered text, and answers in pieces or without their calls.
+_OTHER_SERVER = re.compile(
+    r"(?P<vllm>Received request \S+: |Request \S+ details: prompt: |Generated response )|(?P<sglang>obj=GenerateReqInput)"
+)
 
 
-class ServerLog:
-    """The requests in llama.cpp's text log. is_known: whether a line of it was seen."""
+class TextLog:
+    """The text lines of a file: llama.cpp's requests and answers, or a log that has no conversations.
+
+    report: counts the lines of the latter.
+    """
 
     def __init__(self) -> None:
-        self.is_known = False
-        self._request: JsonObject | None = None
+        self._is_known = False
+        self._other = ""
+        self._n_lines = 0
+        self._first = ""
+        self._request: tuple[str, JsonObject] | None = None
 
-    def add(self, line: str) -> Iterator[Conversation]:
-        """Yield the conversations that a line completes.
-
-        Raises Unusable for a body that cannot be parsed.
-        """
+    def add(self, line: str, place: str) -> Iterator[PlacedRow]:
+        """Yield the row that a line completes. Raises Unusable for a body that cannot be parsed."""
         match = _LLAMA.search(line)
         if match is None:
+            self._n_lines += 1
+            self._first = self._first or place
+            other = _OTHER_SERVER.search(line)
+            if other and not self._other:
+                self._other = "vLLM's" if other["vllm"] else "SGLang's"
             return
-        self.is_known = True
+        self._is_known = True
         try:
-            body = json.loads(match[2])
-        except (ValueError, RecursionError):
+            body = decode_json(match[2])
+        except ValueError:
             raise Unusable("a request in the server's log is not JSON") from None
         if match[1] == "request":
             yield from self.rest()
-            self._request = body if "messages" in body else None
+            self._request = (place, body) if "messages" in body else None
         elif self._request is not None:
-            self._request["response"] = body
+            self._request[1]["response"] = body
             yield from self.rest()
 
-    def rest(self) -> Iterator[Conversation]:
+    def rest(self) -> Iterator[PlacedRow]:
         """Yield the request that is waiting for its answer."""
         request = self._request
         self._request = None
         if request is not None:
-            conversation = log_records.conversation_of(request)
-            yield dataclasses.replace(conversation, format="llama.cpp log")
+            yield request[0], {LLAMA_CPP: request[1]}
+
+    def report(self, problems: Problems) -> None:
+        if self._is_known or not self._n_lines:
+            return
+        reason = "a line that is not JSON"
+        unit = "rows"
+        if self._other:
+            unit = "lines"
+            reason = (
+                f"{self._other} text log, which loses calls and parts of answers: put `annie-quant record --upstream URL` "
+                "in front of the server, or export OpenTelemetry spans with gen_ai.input.messages"
+            )
+        problems.add(reason, self._first, self._n_lines, unit)

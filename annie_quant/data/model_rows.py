@@ -21,7 +21,7 @@ from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data import exchanges
 from annie_quant.data.prompt_rules import rules_of
-from annie_quant.data.rows import Row, faults
+from annie_quant.data.row_rules import Row, faults
 from annie_quant.data.tool_exchanges import draw_exchange
 from annie_quant.data.tool_results import draw_result
 from annie_quant.documents import ChatMessage, ChatRow, RowProvenance

@@ -24,6 +24,8 @@ INPUT = "gen_ai.input.messages"
 OUTPUT = "gen_ai.output.messages"
 PROMPT_TOKEN_FIELDS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 ANSWER_TOKEN_FIELDS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+# Attributes with content before gen_ai.input.messages: OpenLLMetry's, the conventions' until 1.27, OpenInference's.
+OLDER = ("gen_ai.prompt", "gen_ai.completion", "llm.input_messages", "llm.prompts")
 EXPORT_LEVELS = (
     ("resourceSpans", "scopeSpans", "spans"),
     ("resourceLogs", "scopeLogs", "logRecords"),
@@ -38,12 +40,16 @@ def is_export(document: object) -> bool:
 
 
 def records(document: object) -> Iterator[JsonObject]:
-    """Yield each call of a model as a request with its response (data/log_records.py), or with "unusable": why it is none."""
+    """Yield each call of a model as a row for sources.py, or with "unusable": why it is none."""
     for time_s, attributes in _calls(document):
+        operation = attributes.get("gen_ai.operation.name")
+        if operation not in OPERATIONS:
+            yield {"span": True, "unusable": f"a span of operation {str(operation)[:40]!r}"}
+            continue
         messages = _content(attributes.get(INPUT))
         answers = _content(attributes.get(OUTPUT))
         if not isinstance(messages, list):
-            yield {"unusable": f"a span without {INPUT}, or one that was cut"}
+            yield {"span": True, "unusable": _why_unusable(attributes)}
             continue
         yield {
             "span": True,
@@ -51,9 +57,18 @@ def records(document: object) -> Iterator[JsonObject]:
             "messages": messages,
             "system": _content(attributes.get("gen_ai.system_instructions")),
             "tools": _content(attributes.get("gen_ai.tool.definitions")),
-            "response": answers[0] if isinstance(answers, list) and answers else None,
+            "answers": answers,
             "max_tokens": attributes.get("gen_ai.request.max_tokens"),
         }
+
+
+def _why_unusable(attributes: JsonObject) -> str:
+    if any(name.startswith(OLDER) for name in attributes):
+        return (
+            f"a span of an older convention, without {INPUT}: set "
+            "OTEL_SEMCONV_STABILITY_OPT_IN=gen_ai_latest_experimental in the instrumented program"
+        )
+    return f"a span without {INPUT}, or one that was cut"
 
 
 def lengths(document: object) -> Iterator[tuple[float, int, int]]:
@@ -63,12 +78,13 @@ def lengths(document: object) -> Iterator[tuple[float, int, int]]:
             integer(next(filter(None, map(attributes.get, n)), 0))
             for n in (PROMPT_TOKEN_FIELDS, ANSWER_TOKEN_FIELDS)
         )
-        if prompt and answer is not None:
+        is_call = attributes.get("gen_ai.operation.name") in OPERATIONS
+        if is_call and prompt and answer is not None:
             yield time_s, prompt, answer
 
 
 def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
-    """Yield (start in seconds since 1970, attributes) of each inference call; embeddings, tools and agents are left out."""
+    """Yield (start in seconds since 1970, attributes) of each call of a model, a tool or an agent that has messages or counts."""
     for level in EXPORT_LEVELS:
         items = _objects(document, level[0])
         for name in level[1:]:
@@ -77,8 +93,9 @@ def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
             attributes: JsonObject = {}
             for part in (call, *_objects(call, "events")):
                 attributes |= _attributes(part, "attributes", MAX_VALUE_DEPTH)
-            known = any(name in attributes for name in (INPUT, OUTPUT, *PROMPT_TOKEN_FIELDS))
-            if known and attributes.get("gen_ai.operation.name") in OPERATIONS:
+            names = (INPUT, OUTPUT, *PROMPT_TOKEN_FIELDS)
+            known = any(name in names or name.startswith(OLDER) for name in attributes)
+            if known:
                 yield (
                     (_integer(next(filter(None, map(call.get, TIME_FIELDS)), 0)) or 0) / 1e9,
                     attributes,

@@ -34,7 +34,7 @@ from annie_quant.core.host import is_local
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
 from annie_quant.data import recorded_chat
-from annie_quant.data.log_records import Unusable
+from annie_quant.data.conversations import Unusable
 from annie_quant.data.masking import Scanner
 from annie_quant.data.recorded_chat import Copy, Held, Recorded, forwarded, returned
 

@@ -24,14 +24,10 @@ from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, changed_texts, decode_json
-from annie_quant.data.log_records import (
-    Unusable,
-    conversation_of,
-    first_choice,
-    message_of_events,
-    with_text_arguments,
-)
+from annie_quant.data.conversations import Unusable, with_text_arguments
+from annie_quant.data.logged_answers import LoggedAnswer, message_of_events, read_answer
 from annie_quant.data.masking import MASK, Scanner
+from annie_quant.data.sources import conversation_of
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream.texts import MAX_NAME
 
@@ -88,12 +84,10 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     reason = None
     fault = ""
     if exchange.answer is not None:
+        read = message_of_events if exchange.is_stream else answer_of_body
         try:
-            body = decompressed(exchange.answer, exchange.coding)
-            message, reason = (
-                message_of_events(body) if exchange.is_stream else answer_of_body(body)
-            )
-        except (Unusable, ValueError) as error:
+            message, reason = read(decompressed(exchange.answer, exchange.coding))
+        except Unusable as error:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
@@ -177,17 +171,16 @@ def decompressed(body: bytes, coding: str) -> bytes:
     raise Unusable("an answer that cannot be decompressed")
 
 
-def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
+def answer_of_body(body: bytes) -> LoggedAnswer:
     """Return message and finish reason of a chat completion.
 
-    Raises Unusable where there is none.
+    Raises Unusable where there is none, and where it was cut.
     """
-    first = first_choice(_object(body) or {}) or {}
-    message = first.get("message")
-    reason = first.get("finish_reason")
-    if not isinstance(message, dict):
+    answer = read_answer(_object(body))
+    if answer is None:
         raise Unusable("an answer that is not a chat completion")
-    return {**message, "role": "assistant"}, reason[:MAX_NAME] if isinstance(reason, str) else None
+    message, reason = answer
+    return message, reason[:MAX_NAME] if reason else None
 
 
 def without_keys(value: T, secrets: Redactor) -> T:

@@ -23,6 +23,7 @@ from annie_quant.core import files
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
+from annie_quant.data.logs import Problems
 from annie_quant.data.rows import Rows, read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.documents.persona import Persona
@@ -50,7 +51,13 @@ from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.measured import Measurement, MeasurementStore
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
 from annie_quant.offline.profiles import choose_profiles, find_profile
-from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
+from annie_quant.offline.prompts import (
+    Answered,
+    ScoredAnswer,
+    Template,
+    conversation_answers,
+    rendered_workloads,
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ def announce(pair: ModelPair) -> None:
     job = pair.job
     numerics, _ = choose_profiles(job.numerics, profiles_of(pair.model))
     n_numerics = 1 if job.quick else len(numerics)
-    prompts = job.prompts(job.n_per_gate)
+    prompts, _ = rendered_workloads(pair.template, job.prompts(job.n_per_gate))
     if prompts:
         pair.progress.message(estimate.estimate_line(pair, prompts, n_numerics))
 
@@ -171,7 +178,7 @@ def announce(pair: ModelPair) -> None:
 def chosen_prompts(pair: ModelPair) -> list[Workload]:
     """Return the job's prompts, where it extends them as many as bf16's own answers call for."""
     job = pair.job
-    chosen = job.prompts(job.n_per_gate)
+    chosen, _ = rendered_workloads(pair.template, job.prompts(job.n_per_gate))
     if not job.extends or job.n_per_gate is None or not compares_with_reference(chosen):
         return chosen
     per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
@@ -198,10 +205,11 @@ def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseli
     """Let the reference answer, and compare the checkpoint's own prompt files with the reference's."""
     job = pair.job
     workloads, n_repeated = judge.distinct_prompts(workloads)
+    workloads, refused = rendered_workloads(pair.template, workloads)
     numerics, skipped = choose_profiles(job.numerics, profiles_of(pair.model))
     numerics = numerics[:1] if job.quick else numerics
-    not_located: Counter[str] = Counter()
-    conversations = conversation_answers(pair.template, job.conversations, not_located)
+    not_scored = Problems()
+    conversations = conversation_answers(pair.template, job.conversations, not_scored)
     compares = compares_with_reference(workloads)
     workloads = [
         replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads
@@ -217,8 +225,8 @@ def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseli
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
     notes += length_notes(job.reference, answered)
     notes += cut_notes(answered)
-    for reason, count in not_located.items():
-        notes.append(f"{count} of {len(job.conversations)} conversations are not scored: {reason}")
+    notes += [f"left out: {line}" for line in refused]
+    notes += [f"not scored: {line}" for line in not_scored.lines()]
     notes += shortages(workloads, job.n_per_gate or 0)
     notes += template_notes(pair.template, workloads)
     for workload in workloads:

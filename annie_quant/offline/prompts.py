@@ -9,19 +9,24 @@ import functools
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from annie_quant.checkpoint.chat_template import ChatTemplate, loading_tokenizer
+from annie_quant.checkpoint.chat_template import (
+    ChatTemplate,
+    ConversationRefused,
+    loading_tokenizer,
+)
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import read_whole_json
 from annie_quant.core.untrusted import JsonObject, integer
+from annie_quant.data.logs import Problems
+from annie_quant.data.rows import place_of
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, assistant_message, form_of
@@ -40,6 +45,7 @@ _SPACE = re.compile(r"\s*")
 _THOUGHTS = re.compile(r".*</think>\s*", re.DOTALL)
 _DECODER = json.JSONDecoder()
 ARGUMENTS = ("arguments", "parameters")
+MAX_REFUSED_SHARE = 0.5  # of gate prompts, by the chat template
 
 
 def deciding_characters(text: str, form: Form) -> set[int]:
@@ -384,24 +390,68 @@ class AnswerNotLocated(ValueError):
 
 
 def conversation_answers(
-    template: Template, rows: Iterable[JsonObject], not_located: Counter[str] | None = None
+    template: Template, rows: Iterable[JsonObject], left_out: Problems | None = None
 ) -> list[ScoredAnswer]:
     """Return every assistant message of every conversation with its prompt.
 
-    not_located: counts the rows without one that is located, by reason.
+    left_out: counts the rows without one that is located.
     """
     answers = []
     for row in rows:
         try:
             answers += answers_of_row(template, row)
         except AnswerNotLocated as error:
-            if not_located is not None:
-                not_located[str(error)] += 1
+            if left_out is not None:
+                left_out.add(str(error), place_of(row))
     return answers
 
 
+def rendered_workloads(
+    template: Template, workloads: Iterable[Workload]
+) -> tuple[list[Workload], list[str]]:
+    """Return the workloads without the prompts that the chat template refuses, and one line per reason.
+
+    Raises UsageError where it refuses more than MAX_REFUSED_SHARE of them.
+    """
+    left_out = Problems()
+    kept = []
+    total = 0
+    for workload in workloads:
+        cases = []
+        for case in workload.cases:
+            total += 1
+            try:
+                messages = workload.messages(case, 0, ())
+                template.render(messages, workload.tools_for(case), workload.thinking)
+            except ConversationRefused as error:
+                reason = f"the chat template refuses it: {error.reason}"
+                left_out.add(reason, f"{workload.name}, {case.id}", unit="prompts")
+            else:
+                cases.append(case)
+        if cases:
+            is_whole = len(cases) == len(workload.cases)
+            kept.append(workload if is_whole else replace(workload, cases=tuple(cases)))
+    lines = list(left_out.lines())
+    if sum(left_out.counts.values()) > MAX_REFUSED_SHARE * total:
+        raise UsageError(
+            f"only {total - sum(left_out.counts.values())} of {total} prompts can be rendered: {'; '.join(lines)}",
+            "choose workloads for this model's chat template",
+        )
+    return kept, lines
+
+
 def answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
-    """Return every assistant message of a conversation with its prompt. Raises AnswerNotLocated where there is none."""
+    """Return every assistant message of a conversation with its prompt.
+
+    Raises AnswerNotLocated where there is none, and where the chat template refuses the conversation.
+    """
+    try:
+        return _answers_of_row(template, row)
+    except ConversationRefused as error:
+        raise AnswerNotLocated(f"the chat template refuses it: {error.reason}") from None
+
+
+def _answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
     messages = row["messages"]
     tools = row.get("tools")
     thinking = bool(row.get("thinking"))

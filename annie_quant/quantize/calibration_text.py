@@ -8,16 +8,17 @@ half of the free memory. Fewer than half of the conversations are an error, not 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from annie_quant.checkpoint.chat_template import ConversationRefused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject, integer
-from annie_quant.data.rows import read_conversations
+from annie_quant.data.logs import Problems
+from annie_quant.data.rows import place_of, read_conversations
 from annie_quant.documents import CalibrationUse
 from annie_quant.offline.caches import common_prefix
 from annie_quant.offline.prompts import AnswerNotLocated, ScoredAnswer, Template, answers_of_row
@@ -119,7 +120,7 @@ def text_of_rows(
     samples: list[CalibrationSample] = []
     given: list[ScoredAnswer] = []
     row_of: list[int] = []
-    not_located: Counter[str] = Counter()
+    not_located = Problems()
     for number, row in enumerate(rows):
         try:
             if whole:
@@ -129,7 +130,7 @@ def text_of_rows(
                 given += answers
                 row_of += [number] * len(answers)
         except AnswerNotLocated as error:
-            not_located[str(error)] += 1
+            not_located.add(str(error), place_of(row))
     answered = own(template, given) if own else OwnAnswers(given)
     for number, answer in zip(row_of, answered.answers, strict=True):
         samples.append(answer_sample(template, answer, number))
@@ -164,7 +165,10 @@ def answer_sample(template: Template, scored: ScoredAnswer, number: int) -> Cali
 def conversation_sample(template: Template, row: JsonObject, number: int) -> CalibrationSample:
     """Return a conversation as one sample."""
     thinking = bool(row.get("thinking"))
-    text = template.render(row["messages"], row.get("tools"), thinking, False)
+    try:
+        text = template.render(row["messages"], row.get("tools"), thinking, False)
+    except ConversationRefused as error:
+        raise AnswerNotLocated(f"the chat template refuses it: {error.reason}") from None
     ids = tuple(template.ids(text))
     if not ids:
         raise AnswerNotLocated("the chat template renders no text")
@@ -211,14 +215,14 @@ def affordable_positions(folder: ModelFolder) -> int:
     return int(MEMORY_SHARE * free_memory_bytes() / (STATE_COPIES * hidden_size * dtype.itemsize))
 
 
-def remedy(samples: Sequence[CalibrationSample], limit: RowLimit, not_located: Counter[str]) -> str:
+def remedy(samples: Sequence[CalibrationSample], limit: RowLimit, not_located: Problems) -> str:
     """Return what a user can do so that more conversations are used."""
     longest = max((len(sample.ids) for sample in samples), default=0)
     if longest > limit.tokens and limit.reason.startswith("what"):
         return f"--calib-samples with fewer conversations, or --calib-tokens {longest}"
     if longest > limit.tokens:
         return f"--calib-tokens {longest} takes all of them"
-    return "; ".join(not_located) or "annie-quant data makes conversations with answers"
+    return "; ".join(not_located.lines()) or "annie-quant data makes conversations with answers"
 
 
 # ---- what was used
@@ -229,14 +233,14 @@ def use_of(
     used: Sequence[CalibrationSample],
     rows: int,
     limit: RowLimit,
-    not_located: Counter[str],
+    not_located: Problems,
 ) -> CalibrationUse:
     """Return the record of the conversations that are used, each with its longest sample, and of those that are not."""
     conversations = longest_per_row(used)
     lengths = [len(ids) for ids in conversations.values()]
     too_long = len(longest_per_row(samples)) - len(conversations)
     later = sum(s.row in conversations for s in samples) - len(used)
-    left_out = [f"{count} because {reason}" for reason, count in not_located.items()]
+    left_out = list(not_located.lines())
     if too_long:
         left_out.append(f"{too_long} {limit} (--calib-tokens)")
     if later:

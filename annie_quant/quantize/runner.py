@@ -19,6 +19,7 @@ from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
+from annie_quant.data.row_rules import text_of
 from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import strategies
@@ -277,7 +278,7 @@ def _prompt_hashes(
         first = row["messages"][0]
         provenance = row.get("provenance") or {}
         if first["role"] == "system":
-            hashes.add(sha256_text(first["content"]))
+            hashes.add(sha256_text(text_of(first.get("content"))))
         # A logged prompt may differ from the persona's in white space, a date or a name.
         if provenance.get("teacher") == "log" and provenance.get("prompt_sha256"):
             hashes.add(provenance["prompt_sha256"])

@@ -138,7 +138,8 @@ def test_spans_without_content_are_requests_of_their_lengths(tmp_path):
         (3.5, 900, 40),
     ]
     with pytest.raises(
-        UsageError, match=r"no conversation to replay: 2 × a span without gen_ai.input.messages"
+        UsageError,
+        match=r"no conversation to replay: 2 rows \(a span without gen_ai.input.messages",
     ):
         traces.replay([tmp_path / "spans.jsonl"], 10)
 

@@ -9,7 +9,7 @@ import pytest
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import CATEGORIES, generate, load_persona, validate
-from annie_quant.data.rows import faults
+from annie_quant.data.row_rules import faults
 
 
 @pytest.fixture(scope="module")

@@ -277,7 +277,9 @@ def test_text_that_no_file_can_hold_is_replaced_and_numbers_that_json_has_not_ar
     ]
     (tmp_path / "l.jsonl").write_text("\n".join(chats))
     result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
-    assert result.conversations == 1 and any("1 × NaN or infinity" in line for line in result.lines)
+    assert result.conversations == 1 and any(
+        "1 row (NaN or infinity" in line for line in result.lines
+    )
     assert (
         "half an emoji \N{REPLACEMENT CHARACTER} here"
         in (tmp_path / "mine/workloads/answers.json").read_text()
@@ -374,7 +376,7 @@ def test_the_command(tmp_path, monkeypatch):
     [
         ("", "the files are empty"),
         ("hello\n", "not JSON"),
-        ('{"text": "x"}\n', "no messages in the record"),
+        ('{"text": "x"}\n', "a form of log that is not read, with the fields text"),
     ],
 )
 def test_a_log_without_conversations_is_an_error_in_one_line(tmp_path, content, words):
@@ -406,7 +408,7 @@ def test_an_error_leaves_no_new_folder(tmp_path):
 
 def test_an_invalid_tools_file_is_named(tmp_path):
     (tmp_path / "t.json").write_text('[{"type": "function"}]')
-    with pytest.raises(UsageError, match="not a list of OpenAI function tools"):
+    with pytest.raises(UsageError, match="is not a list of tools"):
         CliRunner().invoke(
             cli, ["init", "--tools", str(tmp_path / "t.json"), "--prompt", str(tmp_path / "t.json"), "--output", "x"],
             catch_exceptions=False,

@@ -13,10 +13,12 @@ from randomised import examples
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import read_rows
-from annie_quant.data.log_records import Conversation, Unusable, conversation_of, tools_of
+from annie_quant.data.conversations import Conversation, Unusable
 from annie_quant.data.log_sample import NO_TOOL, Pool, without_prefixes
-from annie_quant.data.logs import Problems, ServerLog, read_logs
+from annie_quant.data.logs import Problems, TextLog, read_logs
 from annie_quant.data.masking import MASK, Scanner
+from annie_quant.data.sources import conversation_of
+from annie_quant.data.tool_forms import tools_of
 
 TOOL = {
     "type": "function",
@@ -73,24 +75,43 @@ CHUNKS = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in ("do", "
 CHUNKS += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
 SSE = "".join(f"data: {json.dumps(c)}\n\n" for c in CHUNKS) + "data: [DONE]\n\n"
 EVENTS = [
-    {"type": "session", "version": 3, "id": "s", "timestamp": "t"},
-    {"type": "message", "id": "1", "timestamp": "t", "message": USER},
+    {"type": "summary", "summary": "A search", "leafUuid": "4"},
+    {"type": "user", "uuid": "1", "parentUuid": None, "message": USER},
     {
-        "type": "message", "id": "2", "timestamp": "t",
+        "type": "assistant",
+        "uuid": "2",
+        "parentUuid": "1",
         "message": {
             "role": "assistant",
+            "id": "m",
             "content": [
                 {"type": "thinking", "thinking": "hm"},
-                {"type": "toolCall", "id": "c", "name": "find", "arguments": {"q": "a"}},
+                {"type": "tool_use", "id": "c", "name": "find", "input": {"q": "a"}},
             ],
         },
     },
     {
-        "type": "message", "id": "3", "timestamp": "t",
-        "message": {"role": "toolResult", "toolCallId": "c", "toolName": "find", "content": [{"type": "text", "text": "r"}]},
+        "type": "user",
+        "uuid": "3",
+        "parentUuid": "2",
+        "message": {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "text", "text": "r"}],
+                }
+            ],
+        },
     },
-    {"type": "message", "id": "4", "timestamp": "t", "message": {"role": "assistant", "content": "done"}},
-]  # fmt: skip
+    {
+        "type": "assistant",
+        "uuid": "4",
+        "parentUuid": "3",
+        "message": {"role": "assistant", "id": "n", "content": [{"type": "text", "text": "done"}]},
+    },
+]
 
 
 def shape(conversation):
@@ -120,13 +141,11 @@ def read(path, problems=None):
     ("record", "tools"),
     [
         (OPENAI, True),
-        (SHAREGPT, True),
         (ANTHROPIC, True),
         ({"body": OPENAI}, True),
         ({"request": {**OPENAI, "messages": OPENAI["messages"][:-1]},
           "response": {"choices": [{"message": OPENAI["messages"][-1]}]}}, True),
         ({"request": json.dumps({"messages": OPENAI["messages"][:-1]}), "response": "done"}, False),
-        ({"prompt": OPENAI["messages"][:2], "completion": OPENAI["messages"][2:]}, False),
         ({**ANTHROPIC, "system": [{"type": "text", "text": "Be S.", "cache_control": {"type": "ephemeral"}}]}, True),
         ({"messages": OPENAI["messages"][:-1], "response": CHUNKS}, False),
         ({"messages": OPENAI["messages"][:-1], "response": SSE}, False),
@@ -142,7 +161,7 @@ def test_each_form_is_the_same_conversation(record, tools):
 
 
 def test_files_of_each_kind(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(OPENAI) + "\n\n" + json.dumps(SHAREGPT))
+    (tmp_path / "a.jsonl").write_text(json.dumps(SHAREGPT) + "\n\n" + json.dumps(SHAREGPT))
     (tmp_path / "b.json").write_text(json.dumps([OPENAI, ANTHROPIC]))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(OPENAI).encode()))
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, EVENTS * 2)))
@@ -151,7 +170,9 @@ def test_files_of_each_kind(tmp_path):
     assert [c.source for c in conversations] == [
         "a.jsonl", "a.jsonl", "b.json", "b.json", "c.jsonl.gz", "d.jsonl", "d.jsonl",
     ]  # fmt: skip
-    assert all(shape(c) == EXPECTED for c in conversations) and not problems.counts
+    assert all(shape(c) == EXPECTED for c in conversations)
+    assert [*problems.lines()] == ["2 rows (unknown type 'summary', first in d.jsonl, line 1)"]
+    assert all(c.system == "Be S." and c.tools == [TOOL] for c in conversations[:5])
     assert [c.thinking for c in conversations] == [False] * 5 + [True] * 2
 
 
@@ -193,7 +214,7 @@ def test_a_llama_cpp_log(tmp_path):
 
 
 def test_another_text_log_has_no_conversation():
-    assert list(ServerLog().add("nothing here")) == []
+    assert list(TextLog().add("nothing here", "")) == []
 
 
 def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
@@ -205,7 +226,7 @@ def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
     problems = Problems()
     assert len(list(read_logs([tmp_path / "log.jsonl"], problems))) == 1
     assert list(problems.lines()) == [
-        "1 × longer than 2,000,000 characters (first: log.jsonl, line 2)"
+        "1 row (longer than 2,000,000 characters, first in log.jsonl, line 2)"
     ]
 
 
@@ -247,8 +268,8 @@ def test_broken_lines_are_counted_with_the_first_place(tmp_path):
     )
     problems = Problems()
     assert len(read(path, problems)) == 1
-    assert problems.counts["a line that is not JSON"] == 3
-    assert "a.jsonl, line 1" in next(problems.lines())
+    assert sum(problems.counts.values()) == 3
+    assert "first in a.jsonl, line 1" in next(problems.lines())
     with pytest.raises(UsageError, match="does not exist"):
         read(tmp_path / "none")
 
@@ -291,24 +312,23 @@ def test_any_file_is_read_to_its_end(tmp_path_factory, lines):
         ("[]", "not a list"),
         (3, "not a list"),
         ([True], "not an object"),
-        ([{}], "without a name"),
+        ([{}], "without function"),
+        ([{"function": {"arguments": "{}"}}], "without a name"),
+        ([{"function": {"name": "f", "parameters": {}}}], "without arguments"),
+        (CALL, "not a list"),
     ],
 )
 def test_calls_that_are_none_are_named(calls, reason):
     with pytest.raises(Unusable, match=reason):
-        conversation_of([USER, {"type": "assistant", "tool_calls": calls}])
-
-
-def test_one_call_alone_is_a_list_of_one():
-    one, listed = ([USER, {"role": "assistant", "tool_calls": calls}] for calls in (CALL, [CALL]))
-    assert conversation_of(one) == conversation_of(listed)
+        conversation_of([USER, {"role": "assistant", "tool_calls": calls}])
 
 
 def test_tools_in_all_their_spellings():
     function = TOOL["function"]
     for raw in ([TOOL], [function], json.dumps([TOOL]), json.dumps(TOOL), [json.dumps(TOOL)], TOOL):
-        assert tools_of(raw) == [TOOL]
-    assert tools_of("no JSON") is None and tools_of([]) is None and tools_of(3) is None
+        assert tools_of(raw) == ([TOOL], [])
+    assert tools_of([]) == ([], []) == tools_of(None)
+    assert [len(tools_of(raw)[1]) for raw in ("no JSON", 3, {})] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

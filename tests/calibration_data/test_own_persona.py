@@ -12,14 +12,8 @@ import pytest
 from annie_quant import judge
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.data import Options, check_prompt_hash, generate, load_persona, read_rows, validate
-from annie_quant.data.rows import (
-    THRESHOLD,
-    DuplicateFinder,
-    faults,
-    features,
-    form_faults,
-    form_report,
-)
+from annie_quant.data.duplicates import THRESHOLD, DuplicateFinder, features
+from annie_quant.data.row_rules import faults, form_faults, form_report
 from annie_quant.data.schema_values import draw_arguments
 from annie_quant.data.tool_exchanges import draw_exchange
 from annie_quant.data.workloads import gate_documents, generated_workloads, personas_of, resolve

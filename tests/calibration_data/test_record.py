@@ -244,7 +244,7 @@ CHUNK = b"%x\r\n%b\r\n" % (len(HALF), HALF)
         ([response(HALF, "text/event-stream")], "does not end"),
         (
             [response(b'data: {"error": {"message": "out of memory"}}\n\n', "text/event-stream")],
-            "broken",
+            "an error in place of an answer",
         ),
         ([response(b"\xff\xfe[1")], "not a chat completion"),
         ([response(b'{"choices": "x"}')], "not a chat completion"),

@@ -10,7 +10,7 @@ import pytest
 from planted_secrets import KEY
 
 from annie_quant.core.secrets import Redactor
-from annie_quant.data.log_records import Unusable
+from annie_quant.data.conversations import Unusable
 from annie_quant.data.logs import read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.data.recorded_chat import CopiedExchange, decompressed, line_of

@@ -16,14 +16,9 @@ from annie_quant.data import (
     teachers,
     validate,
 )
-from annie_quant.data.rows import (
-    MAX_ANSWER,
-    DuplicateFinder,
-    faults,
-    gate_texts,
-    read_conversations,
-    read_rows,
-)
+from annie_quant.data.duplicates import DuplicateFinder
+from annie_quant.data.row_rules import MAX_ANSWER, faults
+from annie_quant.data.rows import gate_texts, read_conversations, read_rows
 from annie_quant.documents.persona import PERSONAS_FOLDER
 from annie_quant.judge import load_workloads
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from annie_quant.core.json_schema import mismatch, schema_fault
-from annie_quant.data.rows import form_faults
+from annie_quant.data.row_rules import form_faults
 from annie_quant.documents import Answer
 from annie_quant.judge.answers import parse_raw
 from annie_quant.judge.gates import GATES

@@ -143,6 +143,36 @@ def test_an_answer_that_is_not_located_is_explained(tmp_path: Path) -> None:
         text_of_rows(TINY_ANNIE, [{"messages": [{"role": "user", "content": "Hi"}]}])
 
 
+def test_rows_that_the_template_refuses_are_left_out_and_named_with_their_line(
+    tmp_path: Path,
+) -> None:
+    """Llama 3's template raises for two calls in one message."""
+    refusal = (
+        "{%- for m in messages if m.tool_calls and m.tool_calls | length > 1 %}"
+        "{{ raise_exception('one call only') }}{% endfor %}"
+    )
+    state = "{%- set state = namespace(last_user=-1) %}"
+    folder = changed_template(tmp_path, state, refusal + state)
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": {"n": n}}} for n in range(2)
+    ]
+    rows = rows_with_prompt(30, 12)
+    for row in (rows[2], rows[5], rows[9]):
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        row["messages"] = [*row["messages"][:2], answer]
+    file = write(tmp_path / "rows.jsonl", rows)
+    for whole in (False, True):
+        use = text_of_rows(folder, read_conversations(file), whole=whole).use
+        assert (use.conversations, use.of) == (9, 12)
+        assert use.left_out == [
+            "3 rows (the chat template refuses it: TemplateError: one call only, first in rows.jsonl, line 3)"
+        ]
+    few = write(tmp_path / "few.jsonl", [rows[2], rows[5], rows[0]])
+    with pytest.raises(UsageError, match="only 1 of 3 conversations") as error:
+        text_of_rows(folder, read_conversations(few))
+    assert "first in few.jsonl, line 1" in f"{error.value.message} {error.value.hint}"
+
+
 def test_the_prefix_that_saves_most_is_named() -> None:
     def saved(tokens: int, rows: int) -> int:
         return tokens * (rows - 1)

@@ -231,6 +231,10 @@ class CompareOptions:
 
 def compare(source: Path, /, *forms: Path, options: CompareOptions = CompareOptions()) -> None:
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
+    if not forms:
+        raise UsageError(
+            "compare: nothing to compare with SOURCE", f"annie-quant compare {source} FORM ..."
+        )
     with console.task("compare"):
         comparison = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
     if options.as_json:
@@ -309,7 +313,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     for fault in job.faults:
         console.note(fault)
     with console.task("evaluate") as step:
-        result = evaluation.run(job, step)
+        result = evaluation.run(job, step, console.note)
     speed = decode_speed.predict_if_readable(job.checkpoint)
     if options.as_json:
         emit(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -151,19 +151,26 @@ def evaluate(
     return run(job.audited(), progress or SILENT).to_dict()
 
 
-def run(job: EvaluationJob, progress: Progress = SILENT) -> documents.Evaluation:
-    """Evaluate a checkpoint and write the result to the job's output."""
+def run(
+    job: EvaluationJob,
+    progress: Progress = SILENT,
+    note: Callable[[str], object] | None = None,
+) -> documents.Evaluation:
+    """Evaluate a checkpoint and write the result to the job's output.
+
+    note: gets the line that states time and memory before the work begins; None: a message of `progress`.
+    """
     if job.output is not None:
         files.check_writable(job.output)  # before an hour of evaluation, not after it
     with open_pair(job, progress) as pair:
-        announce(pair)
+        announce(pair, note)
         result = evaluate_pair(pair, chosen_prompts(pair))
     if job.output is not None:
         files.write_json(job.output, result.to_dict())
     return result
 
 
-def announce(pair: ModelPair) -> None:
+def announce(pair: ModelPair, note: Callable[[str], object] | None = None) -> None:
     """Report how long the evaluation takes."""
     if pair.progress is SILENT:
         return
@@ -172,7 +179,8 @@ def announce(pair: ModelPair) -> None:
     n_numerics = 1 if job.quick else len(numerics)
     prompts, _ = rendered_workloads(pair.template, job.prompts(job.n_per_gate))
     if prompts:
-        pair.progress.message(estimate.estimate_line(pair, prompts, n_numerics))
+        line = estimate.estimate_line(pair, prompts, n_numerics)
+        (note or pair.progress.message)(line)
 
 
 def chosen_prompts(pair: ModelPair) -> list[Workload]:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from annie_quant import judge
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.offline import profiles
 from annie_quant.offline.emulation import PERMUTED, USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row
@@ -145,6 +146,7 @@ def compare_with_server(
     logprobs: Sequence[Sequence[Mapping[int, float]]],
     family: str = "",
     device: str | None = None,
+    progress: Progress = SILENT,
 ) -> Fingerprint:
     """Compare served log-probabilities with a checkpoint's own.
 
@@ -155,9 +157,11 @@ def compare_with_server(
     served = served_answers(prompts, answers, logprobs)
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
-    comparisons = [
-        _compare(served, engine, name, find_profile(name)) for name in named_profiles(available)
-    ]
+    names = named_profiles(available)
+    comparisons = []
+    for done, name in enumerate(names):
+        progress.update(done, len(names), f"the same answers under {name}")
+        comparisons.append(_compare(served, engine, name, find_profile(name)))
     if reference is not None and available != [profiles.UNQUANTIZED.name]:
         rounded = profiles.in_bfloat16(profiles.UNQUANTIZED)
         comparisons.append(_compare(served, loaded(reference, device), REFERENCE_NAME, rounded))

@@ -218,12 +218,18 @@ def check_server(
     prompts = offline.prompts(reference or checkpoint, N_PROMPTS)
     progress.message(f"the server answers {len(prompts)} prompts")
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
-    progress.message("computing the same answers under each numerics profile")
+    progress.message("loading the checkpoint")
     if not any(a.text for a in served.answers):
         tokens = [a.tokens for a in served.answers]
         logprobs = [a.logprobs for a in served.answers]
         result = offline.compare_with_server(
-            checkpoint, reference, prompts, tokens, logprobs, served.family
+            checkpoint,
+            reference,
+            prompts,
+            tokens,
+            logprobs,
+            served.family,
+            progress=progress,
         )
         return finding(result, checkpoint, reference, offline.REFERENCE_NAME), served, result
     template = Template(reference or checkpoint)

@@ -169,3 +169,8 @@ def test_direct_refuses_in_one_line_and_leaves_no_files(
         done.stderr
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_compare_without_a_form_is_a_usage_error(checkpoints):
+    done = run("compare", checkpoints[0])
+    assert done.returncode == 2 and "nothing to compare with SOURCE" in done.stderr

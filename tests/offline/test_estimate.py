@@ -55,11 +55,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
 
 def test_quick_computes_the_first_numerics_alone(job: EvaluationJob) -> None:
     progress = Messages()
-    result = evaluation.run(job, progress)
+    notes: list[str] = []
+    result = evaluation.run(job, progress, notes.append)
     assert list(result.numerics) == ["w4a16"]
     assert not result.members
     assert "quick: w4a16 alone" in "\n".join(result.notes)
-    announced = progress.messages[0]
+    (announced,) = notes  # not a state of the progress, which the next one replaces
     assert announced.startswith("2 prompts, 1 numerics: about ")
     assert " GB of memory" in announced
     assert any(s.startswith("w4a16: answering from the first difference") for s in progress.stages)

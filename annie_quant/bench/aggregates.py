@@ -102,12 +102,24 @@ def aggregate_records(
         side.memory = (levels or {}).get(name)
         side.memory_bytes = _memory_bytes(side.memory)
         served[name] = side
-    pair_sides(served, roles, measured, config.greedy, reference)
+    pair_sides(
+        served,
+        roles,
+        measured,
+        config.greedy,
+        reference,
+    )
     pairs = list(itertools.combinations(served, 2))
     comparisons: list[documents.Comparison] = []
     crossovers = []
     for a, b in pairs:
-        comparisons += _comparisons(own_timed[a], own_timed[b], a, b, config.seed)
+        comparisons += _comparisons(
+            own_timed[a],
+            own_timed[b],
+            a,
+            b,
+            config.seed,
+        )
         crossovers.append(_crossover(served, a, b))
     floors = {name: _floors(rows, config.seed) for name, rows in own_timed.items()}
     set_noise(comparisons, floors)
@@ -346,7 +358,15 @@ def _comparisons(
         result = compare(before, after, seed=seed)
         if result.n_prompts:
             figures = msgspec.structs.asdict(result)
-            rows.append(documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures))
+            rows.append(
+                documents.Comparison(
+                    a=a,
+                    b=b,
+                    workload=label,
+                    metric=metric,
+                    **figures,
+                )
+            )
     adjust(rows)
     return rows
 

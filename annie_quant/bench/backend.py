@@ -13,15 +13,14 @@ import os
 import re
 import time
 import urllib.parse
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.bench.weight_format import served_format
+from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.host import is_local
 from annie_quant.core.secrets import refuse_secrets_in, safe_url
@@ -86,7 +85,11 @@ class Backend:
         """What a run records of this backend."""
         source = self.meta.get("source")
         source = source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
-        return BackendSettings(name=self.name, model=self.model, source=source)
+        return BackendSettings(
+            name=self.name,
+            model=self.model,
+            source=source,
+        )
 
     @property
     def root(self) -> str:
@@ -149,21 +152,75 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
     """
     caveats: list[str] = []
     models = _page(backend, "/v1/models", timeout_s, caveats)
-    listed = _field(models, "data", list, "/v1/models", caveats) or []
+    listed = (
+        _field(
+            models,
+            "data",
+            list,
+            "/v1/models",
+            caveats,
+        )
+        or []
+    )
     entries = [model for model in listed if isinstance(model, dict)]
     if len(entries) < len(listed):
         caveats.append(f"/v1/models: {len(listed) - len(entries)} entries of data are not objects")
     first = entries[0] if entries else {}
     props = _page(backend, "/props", timeout_s, caveats)
-    template = _field(props, "chat_template", str, "/props", caveats)
-    settings = _field(props, "default_generation_settings", dict, "/props", caveats) or {}
-    sampling = _field(settings, "params", dict, "/props", caveats) or {}
-    build = _field(props, "build_info", str, "/props", caveats)
-    owner = _field(first, "owned_by", str, "/v1/models", caveats) or ""
+    template = _field(
+        props,
+        "chat_template",
+        str,
+        "/props",
+        caveats,
+    )
+    settings = (
+        _field(
+            props,
+            "default_generation_settings",
+            dict,
+            "/props",
+            caveats,
+        )
+        or {}
+    )
+    sampling = (
+        _field(
+            settings,
+            "params",
+            dict,
+            "/props",
+            caveats,
+        )
+        or {}
+    )
+    build = _field(
+        props,
+        "build_info",
+        str,
+        "/props",
+        caveats,
+    )
+    owner = (
+        _field(
+            first,
+            "owned_by",
+            str,
+            "/v1/models",
+            caveats,
+        )
+        or ""
+    )
     version: Mapping[str, object] = sglang_page(backend, timeout_s) if owner == "sglang" else {}
     if not props and not version:
         version = _page(backend, "/version", timeout_s, caveats)
-    model = _field(first, "id", str, "/v1/models", caveats)
+    model = _field(
+        first,
+        "id",
+        str,
+        "/v1/models",
+        caveats,
+    )
     if model is not None and len(model) > MAX_ID_CHARACTERS:
         caveats.append(
             f"/v1/models: the model's id has {len(model)} characters, {MAX_ID_CHARACTERS} are kept"
@@ -174,9 +231,24 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "url": backend.public_url,
             "model": backend.model or model,
             "runtime": backend.meta.get("runtime") or _runtime(owner, bool(build), bool(version)),
-            "version": build or _field(version, "version", str, "/version", caveats),
+            "version": build
+            or _field(
+                version,
+                "version",
+                str,
+                "/version",
+                caveats,
+            ),
             "models_sha256": _sha256([limited(entry.get("id")) for entry in entries]),
-            "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
+            "model_meta": limited(
+                _field(
+                    first,
+                    "meta",
+                    dict,
+                    "/v1/models",
+                    caveats,
+                )
+            ),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
             "format": backend.meta.get("format")
@@ -247,61 +319,6 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
 
 def _sha256(value: object) -> str:
     return sha256_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
-
-
-# ---- the format of the weights behind a server: from the model's own file, if it is on this machine; never from a name
-
-PLAIN = ("BF16", "F16", "F32", "F64")
-MAX_CONFIG_BYTES = 1 << 22
-
-
-def served_format(url: str, props: Mapping[str, object], model: Mapping[str, object]) -> str | None:
-    """Return the format of the file that a server names: model_path of llama.cpp and SGLang, root in vLLM's /v1/models.
-
-    None where the server is on another machine, or names no model file or folder that can be read here.
-    """
-    named = props.get("model_path") or model.get("root")
-    if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
-        return None
-    with contextlib.suppress(AnnieError, OSError, ValueError):
-        return folder_format(Path(named)) if Path(named).is_dir() else gguf_format(Path(named))
-    return None
-
-
-def folder_format(folder: Path) -> str | None:
-    """Return the quantization that config.json names, else the dtype of most of the weights: "BF16"."""
-    from annie_quant.checkpoint import ModelFolder
-
-    with (folder / "config.json").open("rb") as file:
-        config = decode_json(file.read(MAX_CONFIG_BYTES))
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(quantization, dict):
-        for key in ("quant_algo", "format", "quant_method"):
-            name = quantization.get(key)
-            if isinstance(name, str) and name:
-                return name[:100].upper()
-        return "quantized"
-    if (folder / "hf_quant_config.json").exists():
-        return "quantized"
-    tensors = ModelFolder(folder).tensors.values()
-    return most((tensor.dtype, tensor.size_bytes) for tensor in tensors)
-
-
-def gguf_format(path: Path) -> str | None:
-    """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
-    from annie_quant.checkpoint.gguf.reader import open_gguf
-
-    tensors = open_gguf(path).values()
-    return most((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in tensors)
-
-
-def most(tensors: Iterable[tuple[str, int]]) -> str | None:
-    """Return the format of most, from (format, size) of each tensor: of the quantized ones, if there are any."""
-    sizes: Counter[str] = Counter()
-    for name, size in tensors:
-        sizes[name] += size
-    quantized = {name: size for name, size in sizes.items() if name not in PLAIN}
-    return max(quantized or sizes, key=lambda name: sizes[name], default=None)
 
 
 # ---- acceptance of a speculative decoder's drafts, from the counters of vLLM's /metrics

@@ -80,11 +80,23 @@ def _measured_ladder(
         passes = sum(right[level].values())
         low, high = wilson(passes, len(cases))
         rate = statistics.fmean(itertools.chain.from_iterable(cases.values()))
-        point = LadderPoint(level=level, passes=passes, n=len(cases), low=low, high=high, rate=rate)
+        point = LadderPoint(
+            level=level,
+            passes=passes,
+            n=len(cases),
+            low=low,
+            high=high,
+            rate=rate,
+        )
         points.append(point)
         n_repeats += map(len, cases.values())
     cliff = find_cliff(points, right)
-    ladder = Ladder(axis=axis, repeats=min(n_repeats), points=points, cliff=cliff)
+    ladder = Ladder(
+        axis=axis,
+        repeats=min(n_repeats),
+        points=points,
+        cliff=cliff,
+    )
     return MeasuredLadder(backend, ladder, right)
 
 
@@ -202,7 +214,16 @@ def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
             x, y = (_counts(_points_at(side, levels)) for side in sides)
             start = AXES[worse.ladder.axis].format(f"{levels[0]:,}")
             names = {"other": better.backend, "at": start}
-            findings.append(finding("earlier_cliff", worse.backend, **names, x=x, y=y, p=p))
+            findings.append(
+                finding(
+                    "earlier_cliff",
+                    worse.backend,
+                    **names,
+                    x=x,
+                    y=y,
+                    p=p,
+                )
+            )
     return findings
 
 
@@ -218,14 +239,27 @@ def _sentence(backend: str, ladder: Ladder) -> Confound:
     if cliff is None:
         last = axis.format(f"{points[-1].level:,}")
         ends = {"first": _counts(points[:1]), "at_last": _counts(points[-1:])}
-        return finding("no_cliff", backend, last=last, k=power, **ends)
+        return finding(
+            "no_cliff",
+            backend,
+            last=last,
+            k=power,
+            **ends,
+        )
     breaks = axis.format(f"{cliff.breaks:,}")
     if cliff.earliest != cliff.latest:
         breaks += f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
     before = _counts(point for point in points if point.level <= cliff.holds)
     after = _counts(point for point in points if point.level >= cliff.breaks)
     figures = {"before": before, "after": after, "p": cliff.p}
-    return finding("cliff", backend, breaks=breaks, holds=f"{cliff.holds:,}", k=power, **figures)
+    return finding(
+        "cliff",
+        backend,
+        breaks=breaks,
+        holds=f"{cliff.holds:,}",
+        k=power,
+        **figures,
+    )
 
 
 def _counts(points: Iterable[LadderPoint]) -> str:

@@ -119,7 +119,14 @@ def _pair(a: Identity, b: Identity) -> _Findings:
     for field, (code, title) in COMPARED_PROPERTIES.items():
         compare_property(code, title, getattr(a, field), getattr(b, field))
     for code, what, x, y in differing:
-        yield finding(code, a.name, b.name, what=what, x=_short(x), y=_short(y))
+        yield finding(
+            code,
+            a.name,
+            b.name,
+            what=what,
+            x=_short(x),
+            y=_short(y),
+        )
     if not (source_a and source_b) and not differing:
         yield finding("weights_unknown", a.name, b.name)
 
@@ -142,7 +149,14 @@ def _prompt_tokens(names: Sequence[str], records: _Records) -> _Findings:
             first = differing[0]
             example = {"prompt": "/".join(first), "x": counts[a][first], "y": counts[b][first]}
             n = len(differing)
-            yield finding("different_prompts", a, b, n=n, shared=len(shared), **example)
+            yield finding(
+                "different_prompts",
+                a,
+                b,
+                n=n,
+                shared=len(shared),
+                **example,
+            )
 
 
 def _different_answers(names: Sequence[str], records: _Records, config: BenchConfig) -> _Findings:
@@ -169,7 +183,14 @@ def _different_answers(names: Sequence[str], records: _Records, config: BenchCon
         n = len(openings)
         equal = sum(openings)
         if n >= MIN_COMPARED_ANSWERS and equal < MIN_EQUAL_SHARE * n:
-            yield finding("different_answers", a, b, equal=equal, n=n, words=OPENING_WORDS)
+            yield finding(
+                "different_answers",
+                a,
+                b,
+                equal=equal,
+                n=n,
+                words=OPENING_WORDS,
+            )
 
 
 # ---- the whole run
@@ -227,7 +248,13 @@ def _in_times(
         severity = "note"
         effect = "too few to change the median times"
     counts = {"n": len(affected), "of": len(answers)}
-    yield finding(code, name, severity=severity, effect=effect, **counts)
+    yield finding(
+        code,
+        name,
+        severity=severity,
+        effect=effect,
+        **counts,
+    )
 
 
 LEAK_EFFECT = (
@@ -242,9 +269,21 @@ def _thinking(name: str, records: _Records, config: BenchConfig) -> _Findings:
     hidden = [r for r in off if r.answer.reasoning.strip()]
     # The text is read again: an incomplete answer fails the gate whatever it shows.
     leaks = [r for r in off if leaked(r.answer.text) and not r.answer.reasoning.strip()]
-    yield from _in_times("thinking_as_content", name, leaks, off, LEAK_EFFECT)
+    yield from _in_times(
+        "thinking_as_content",
+        name,
+        leaks,
+        off,
+        LEAK_EFFECT,
+    )
     effect = "its content TTFT includes that thinking"
-    yield from _in_times("hidden_thinking", name, hidden, off, effect)
+    yield from _in_times(
+        "hidden_thinking",
+        name,
+        hidden,
+        off,
+        effect,
+    )
     lengths = []
     for record in off:
         answer = record.answer
@@ -254,7 +293,13 @@ def _thinking(name: str, records: _Records, config: BenchConfig) -> _Findings:
             lengths.append(answer.completion_tokens or 0)
     if lengths:
         tokens = round(statistics.median(lengths))
-        yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
+        yield finding(
+            "empty_after_thinking",
+            name,
+            tokens=tokens,
+            n=len(lengths),
+            of=len(off),
+        )
 
 
 def _tool_parser(name: str, records: _Records) -> _Findings:
@@ -281,7 +326,13 @@ def _errors(name: str, records: _Records) -> _Findings:
     if len(kinds) > 1:
         reason += f", and {len(kinds) - 1} other kinds"
     code = "no_answers" if len(errors) == len(records) else "errors"
-    yield finding(code, name, n=len(errors), of=len(records), reason=reason)
+    yield finding(
+        code,
+        name,
+        n=len(errors),
+        of=len(records),
+        reason=reason,
+    )
     unanswered = [r for r in records if r.answer.cause in ("hung", "not_sent")]
     if unanswered and code == "errors":
         first = unanswered[0]
@@ -296,9 +347,19 @@ def _cut(name: str, records: _Records) -> _Findings:
     cut = [r for r in incomplete if r.answer.finish_reason == "length"]
     ended = [r for r in incomplete if r.answer.finish_reason != "length"]
     of = len(judged)
-    yield from _incomplete("cut_answers", name, cut, of, effect=_longer_answers(cut))
     yield from _incomplete(
-        "incomplete_answers", name, ended, of, effect="its gates say nothing about the model"
+        "cut_answers",
+        name,
+        cut,
+        of,
+        effect=_longer_answers(cut),
+    )
+    yield from _incomplete(
+        "incomplete_answers",
+        name,
+        ended,
+        of,
+        effect="its gates say nothing about the model",
     )
 
 
@@ -311,7 +372,13 @@ def _incomplete(code: str, name: str, answers: _Records, of: int, effect: str) -
         severity = "note"
         effect = "they count as failed"
     counts = {"n": len(answers), "of": of, "reason": answers[0].answer.fault}
-    yield finding(code, name, severity=severity, effect=effect, **counts)
+    yield finding(
+        code,
+        name,
+        severity=severity,
+        effect=effect,
+        **counts,
+    )
 
 
 def _longer_answers(cut: _Records) -> str:
@@ -434,7 +501,13 @@ def _prefix_cache(name: str, rows: _Records) -> _Findings:
             counts = {"n": n - hits, "of": n, "median": median}
             yield finding("prefix_cache_dropped", name, workload=workload, **counts)
         elif own[0].load.prefix == "miss" and hits:
-            yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=n)
+            yield finding(
+                "prefix_cache_hit",
+                name,
+                workload=workload,
+                n=hits,
+                of=n,
+            )
 
 
 def _depth(name: str, rows: _Records) -> _Findings:
@@ -443,7 +516,13 @@ def _depth(name: str, rows: _Records) -> _Findings:
         depth = own[0].load.depth or 0
         prompt = statistics.median(r.tokens.prompt_tokens for r in own)
         if prompt < DEPTH_SHARE * depth:
-            yield finding("depth_not_reached", name, workload=workload, prompt=prompt, depth=depth)
+            yield finding(
+                "depth_not_reached",
+                name,
+                workload=workload,
+                prompt=prompt,
+                depth=depth,
+            )
 
 
 def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
@@ -483,9 +562,20 @@ def _different_acceptance(by_side: Mapping[str, _Records]) -> _Findings:
                 ours = measured_values(left[workload], "acceptance")
                 theirs = measured_values(right[workload], "acceptance")
                 result = compare(ours, theirs)
-                figures = {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts}
+                figures = {
+                    "workload": workload,
+                    "x": x,
+                    "y": y,
+                    "prompts": result.n_prompts,
+                }
                 tests.append((a, b, figures))
                 p_values.append(result.p)
     for (a, b, figures), p in zip(tests, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
-            yield finding("different_acceptance", a, b, p=p, **figures)
+            yield finding(
+                "different_acceptance",
+                a,
+                b,
+                p=p,
+                **figures,
+            )

@@ -30,5 +30,15 @@ def finding(code: str, *backends: str, **values: object) -> Confound:
     severity = cast("Severity", values.pop("severity", text.severity))
     names = " and ".join(backends)
     listed = ", ".join(backends)
-    message = text.message.format(*backends, names=names, listed=listed, **values)
-    return Confound(code=code, severity=severity, message=message, backends=list(backends))
+    message = text.message.format(
+        *backends,
+        names=names,
+        listed=listed,
+        **values,
+    )
+    return Confound(
+        code=code,
+        severity=severity,
+        message=message,
+        backends=list(backends),
+    )

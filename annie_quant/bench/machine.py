@@ -68,7 +68,13 @@ class CpuProbe:
 
     def __init__(self) -> None:
         codes, scales = _weight(CPU_SHAPE)
-        self._weight = nvfp4.Tensor(codes, scales.view(nvfp4.E4M3), np.float32(1), CPU_SHAPE, 16)
+        self._weight = nvfp4.Tensor(
+            codes,
+            scales.view(nvfp4.E4M3),
+            np.float32(1),
+            CPU_SHAPE,
+            16,
+        )
         self._x = np.ones((1, CPU_SHAPE[1]), np.float32)
         self.name = f"NVFP4 product {CPU_SHAPE[0]} x {CPU_SHAPE[1]} on the processor"
         self.time_ms()
@@ -99,7 +105,13 @@ class GpuProbe:
     def _captured(self, products: int) -> int:
         native().capture_begin(self._stream)
         for _ in range(products):
-            w4a16(self._x, self._weight, self._out, workspace=self._workspace, stream=self._stream)
+            w4a16(
+                self._x,
+                self._weight,
+                self._out,
+                workspace=self._workspace,
+                stream=self._stream,
+            )
         graph: int = native().capture_end(self._stream)
         return graph
 
@@ -162,7 +174,11 @@ class Monitor:
         except RuntimeError:  # the GPU failed: the server's answers will report it
             self._probe = CpuProbe()
             probe_ms = self._probe.time_ms()
-        sample = Sample(time_unix_s=time.time(), probe=self._probe.name, probe_ms=probe_ms)
+        sample = Sample(
+            time_unix_s=time.time(),
+            probe=self._probe.name,
+            probe_ms=probe_ms,
+        )
         # After the probe: a processor that was idle has a low clock.
         sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
         end = time.monotonic()
@@ -260,7 +276,11 @@ def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineS
     """Return the time from the sample before `first` to the one after `last`."""
     start = times[max(0, first - 1)]
     end = times[min(last + 1, len(times) - 1)]
-    return MachineSpan(start_unix_s=start, end_unix_s=end, cause=cause)
+    return MachineSpan(
+        start_unix_s=start,
+        end_unix_s=end,
+        cause=cause,
+    )
 
 
 # ---- requests

@@ -27,7 +27,11 @@ def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
         with PeakMemory(pid) as peak:
             send(count)
         peaks.append(peak.highest)
-    return MemoryLevels(idle=idle, one=peaks[0], five=peaks[1])
+    return MemoryLevels(
+        idle=idle,
+        one=peaks[0],
+        five=peaks[1],
+    )
 
 
 def sample(pid: int) -> MemoryFigures:

@@ -58,7 +58,15 @@ def noise_floors(
             if len(pool) < MIN_RESIDUALS:
                 pool = everything
             if len(pool) >= MIN_RESIDUALS and by_prompt:
-                rows.append(_floor(label, metric, by_prompt, pool, seed))
+                rows.append(
+                    _floor(
+                        label,
+                        metric,
+                        by_prompt,
+                        pool,
+                        seed,
+                    )
+                )
     return rows
 
 

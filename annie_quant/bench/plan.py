@@ -82,7 +82,11 @@ def plan_benchmark(
     is_recorded = reference_run is not None and reference not in [b.name for b in backends]
     own_reference = None if is_recorded else reference
     config = BenchConfig(
-        roles=Roles(candidate=candidate, reference=own_reference, incumbent=incumbent),
+        roles=Roles(
+            candidate=candidate,
+            reference=own_reference,
+            incumbent=incumbent,
+        ),
         backends=[b.settings for b in backends],
         loads=loads,
         workloads={w.name: workload_settings(w) for w in loaded},
@@ -225,7 +229,16 @@ def _plan_load(
     order: list[str] = []
     for index, (workload, group) in enumerate(groups):
         order = order[::-1] if index % 2 else rng.sample(list(backends), len(backends))
-        visits += [Visit(index // 2, name, workload, group, load) for name in order]
+        visits += [
+            Visit(
+                index // 2,
+                name,
+                workload,
+                group,
+                load,
+            )
+            for name in order
+        ]
     return visits
 
 
@@ -246,7 +259,16 @@ def warmups(
         cases = choose_cases(workload, config.n, config.seed)
         for i in range(config.warmup):
             case = cases[i % len(cases)]
-            visits += [Visit(-1, name, workload, ((case, i),), warmup=True) for name in backends]
+            visits += [
+                Visit(
+                    -1,
+                    name,
+                    workload,
+                    ((case, i),),
+                    warmup=True,
+                )
+                for name in backends
+            ]
     return visits
 
 
@@ -307,7 +329,13 @@ def sized(
         message = {"role": "user", "content": context_text(SAMPLE_WORDS)}
         case = {"id": "words", "messages": [message]}
         sample = build_workload(
-            {"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]}
+            {
+                "name": "context",
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "gates": [],
+                "cases": [case],
+            }
         )
         tokens = prompt_tokens(sample.request(sample.cases[0]))
         if not tokens:

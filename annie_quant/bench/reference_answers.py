@@ -118,12 +118,24 @@ def mark(
             answers.setdefault(key, record.answer)
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
-        _check(record, key, cases, answers, unstable=())
+        _check(
+            record,
+            key,
+            cases,
+            answers,
+            unstable=(),
+        )
         for gate in REFERENCE_GATES:
             if record.judgement.checks.get(gate) is False:
                 unstable.add((key, gate))
     for record, key in [*own, *keyed([r for r in records if (r.workload, r.case) in cases])]:
-        _check(record, key, cases, answers, unstable)
+        _check(
+            record,
+            key,
+            cases,
+            answers,
+            unstable,
+        )
     return before != [(r.judgement.checks, r.judgement.faults) for r in records]
 
 
@@ -214,7 +226,10 @@ def contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
         for case in workload.cases:
             content = documents.SentCase(
-                id=case.id, messages=case.messages, turns=case.turns, tools=case.tools
+                id=case.id,
+                messages=case.messages,
+                turns=case.turns,
+                tools=case.tools,
             )
             yield (workload.name, case.id), documents.encode([settings, content])
 

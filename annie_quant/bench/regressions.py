@@ -223,7 +223,13 @@ def _gates_lost(
         for gate in decision.member_verdict(own, pooled[name]).loses:
             pair = pooled[name] if gate == decision.POOLED else own[gate]
             if pair is not None:
-                lost.append(LostGate(backend=name, gate=gate, pair=pair))
+                lost.append(
+                    LostGate(
+                        backend=name,
+                        gate=gate,
+                        pair=pair,
+                    )
+                )
     return lost, decision.verdict_of(gates, pooled).verdict
 
 

@@ -190,7 +190,13 @@ class Session:
         for visit in unasked:
             for case, repeat in visit.cases if visit.backend == self.hung else ():
                 for turn in range(case.n_turns):
-                    record = self._new_record(visit, case, repeat, turn, cold=False)
+                    record = self._new_record(
+                        visit,
+                        case,
+                        repeat,
+                        turn,
+                        cold=False,
+                    )
                     if record.id not in self.done:
                         cause, error = run_folder.UNANSWERED_CAUSES[bool(rows)]
                         record.answer.cause = cause
@@ -227,7 +233,16 @@ class Session:
                 ) from error
             if smoke:
                 asked = ((workload.cases[0], self.session),)
-                self._visit(planning.Visit(-1, name, workload, asked, warmup=True), cold=True)
+                self._visit(
+                    planning.Visit(
+                        -1,
+                        name,
+                        workload,
+                        asked,
+                        warmup=True,
+                    ),
+                    cold=True,
+                )
                 self._check_smoke(backend, self.records.rows[-1])
         if smoke:
             workloads = planning.sized(self.workloads, self.folder, self._prompt_tokens)
@@ -270,21 +285,47 @@ class Session:
             for history, (case, repeat) in zip(histories, visit.cases, strict=True):
                 if turn >= case.n_turns:
                     continue
-                record = self._new_record(visit, case, repeat, turn, cold)
+                record = self._new_record(
+                    visit,
+                    case,
+                    repeat,
+                    turn,
+                    cold,
+                )
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
                     history.append(assistant_message(before.answer.text, before.answer.tool_calls))
                     continue
                 # The same for all backends and turns.
                 unique = f"{self.unique} {repeat} {visit.block} {case.id}"
-                body = workload.request(case, turn, history, record.model, unique)
-                turns.append(TurnOfCase(record.id, body, record=record, case=case, history=history))
+                body = workload.request(
+                    case,
+                    turn,
+                    history,
+                    record.model,
+                    unique,
+                )
+                turns.append(
+                    TurnOfCase(
+                        record.id,
+                        body,
+                        record=record,
+                        case=case,
+                        history=history,
+                    )
+                )
             if turns:
                 self._measure(visit, turns)
 
     def _play(self, visit: planning.Visit, case: Case, repeat: int) -> None:
         """Let tool-eval-bench play one of its scenarios, and record the result."""
-        record = self._new_record(visit, case, repeat, 0, cold=False)
+        record = self._new_record(
+            visit,
+            case,
+            repeat,
+            0,
+            cold=False,
+        )
         if record.id in self.done:
             return
         self.machine.sample()
@@ -293,7 +334,13 @@ class Session:
         started_at = _now()
         started_s = time.time()
         key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
+        played = tool_eval.play(
+            case.id,
+            backend.root,
+            record.model,
+            key,
+            timeout_s,
+        )
         if played.error and not alive(backend):
             raise ServerError(
                 f"backend {backend.name!r} at {backend.public_url} went away: {played.error}"
@@ -439,7 +486,13 @@ def run(
     recorded = stored_reference(folder)
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
-        session = Session(plan, records, recorded, progress, watch or (lambda record: None))
+        session = Session(
+            plan,
+            records,
+            recorded,
+            progress,
+            watch or (lambda record: None),
+        )
         with contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
             session.measure_memory()

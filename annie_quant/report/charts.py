@@ -61,7 +61,13 @@ def _gate_panel(run: LoadedRun, gate: str) -> Drawing:
         "left": ROWS_LEFT,
         "bottom": bottom,
     }
-    return Drawing("gate", PANEL_WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", values)
+    return Drawing(
+        "gate",
+        PANEL_WIDTH,
+        bottom + 22,
+        f"Gate: {run.gate_title(gate)}",
+        values,
+    )
 
 
 def _rows(height: int, count: int) -> tuple[list[float], int]:
@@ -109,7 +115,13 @@ def _kl_axis(divergences: list[float], right: int) -> dict[str, object]:
     """Return the logarithmic axis of a panel, from power of ten to power of ten."""
     low = 10 ** math.floor(math.log10(max(min(divergences), MIN_KL)))
     high = 10 ** math.ceil(math.log10(max(max(divergences), MIN_KL) * 1.0001))
-    x = scale(low, high, ROWS_LEFT, PANEL_WIDTH - right, log=True)
+    x = scale(
+        low,
+        high,
+        ROWS_LEFT,
+        PANEL_WIDTH - right,
+        log=True,
+    )
     return {"x": x, "marks": log_ticks(low, high), "left": ROWS_LEFT}
 
 
@@ -117,8 +129,19 @@ def _overall(run: LoadedRun, measured: list[tuple[OfflineModel, KLSummary]]) -> 
     ys, bottom = _rows(21, len(measured))
     rows = [(side, kl, y) for (side, kl), y in zip(measured, ys, strict=True)]
     divergences = [v for _, kl in measured for v in (kl.median, kl.mean, kl.p99)]
-    values = {"run": run, "rows": rows, "bottom": bottom, **_kl_axis(divergences, 52)}
-    return Drawing("divergence", PANEL_WIDTH, bottom + 24, "KL divergence, All tokens", values)
+    values = {
+        "run": run,
+        "rows": rows,
+        "bottom": bottom,
+        **_kl_axis(divergences, 52),
+    }
+    return Drawing(
+        "divergence",
+        PANEL_WIDTH,
+        bottom + 24,
+        "KL divergence, All tokens",
+        values,
+    )
 
 
 def _breakdown(
@@ -135,7 +158,13 @@ def _breakdown(
         "bottom": bottom,
         **_kl_axis(divergences, 14),
     }
-    return Drawing("breakdown", PANEL_WIDTH, bottom + 24, f"Mean KL divergence {title}", values)
+    return Drawing(
+        "breakdown",
+        PANEL_WIDTH,
+        bottom + 24,
+        f"Mean KL divergence {title}",
+        values,
+    )
 
 
 # ---- served requests
@@ -202,7 +231,13 @@ def line_chart(
         "right": RIGHT,
         "bottom": BOTTOM,
     }
-    return Drawing("lines", WIDE, BOTTOM + 40, title, values)
+    return Drawing(
+        "lines",
+        WIDE,
+        BOTTOM + 40,
+        title,
+        values,
+    )
 
 
 @dataclass
@@ -220,7 +255,14 @@ class _Lines:
     def figure(
         self, run: LoadedRun, key: str, caption: str, title: str, across: Axis, up: Axis
     ) -> Figure:
-        chart = line_chart(run, title, "; ".join(self.texts), across, up, self.lines)
+        chart = line_chart(
+            run,
+            title,
+            "; ".join(self.texts),
+            across,
+            up,
+            self.lines,
+        )
         return Figure(key, caption, panels=[(key, chart)], wide=True)
 
 
@@ -236,7 +278,15 @@ def by_turn(run: LoadedRun) -> Figure:
                 continue
             ttft = f"{significant(turn.ttft_content_ms)} ms"
             tip = f"{run.label(side.model)}, turn {turn.turn}: {ttft}, n = {turn.n}"
-            points.append(Point(turn.turn, turn.ttft_content_ms, tip, turn.low, turn.high))
+            points.append(
+                Point(
+                    turn.turn,
+                    turn.ttft_content_ms,
+                    tip,
+                    turn.low,
+                    turn.high,
+                )
+            )
             texts.append(f"turn {turn.turn} {ttft}")
             chart.counts.append(turn.n)
         if len(points) > 1:
@@ -251,7 +301,14 @@ def by_turn(run: LoadedRun) -> Figure:
     )
     turns = Axis("turn", 1, last, range(1, last + 1))
     times = Axis("TTFT content, ms", 0, high * 1.05, ticks(0, high * 1.05))
-    return chart.figure(run, "turns", caption, "TTFT over turns", turns, times)
+    return chart.figure(
+        run,
+        "turns",
+        caption,
+        "TTFT over turns",
+        turns,
+        times,
+    )
 
 
 CURVE_POINTS = 64
@@ -291,7 +348,13 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Dr
     high = max(s[-1] if len(s) < 100 else quantile(s, 0.99) or 0.0 for s in samples)
     high = high if high > low else low + max(abs(low) * 0.1, 0.1)
     log = low > 0 and high / low > 20
-    x = scale(low, high, left, right, log)
+    x = scale(
+        low,
+        high,
+        left,
+        right,
+        log,
+    )
     y = scale(0, 1, bottom, top)
     paths = []
     for side, ordered in curves:
@@ -310,7 +373,13 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Dr
         "bottom": bottom,
         "right": right,
     }
-    return Drawing("distribution", PANEL_WIDTH, bottom + 22, f"{name(workload)}: {title}", figures)
+    return Drawing(
+        "distribution",
+        PANEL_WIDTH,
+        bottom + 22,
+        f"{name(workload)}: {title}",
+        figures,
+    )
 
 
 def _steps(ordered: list[float]) -> list[tuple[float, float]]:
@@ -350,7 +419,14 @@ def by_length(run: LoadedRun) -> Figure:
     tokens = Axis("tokens of the answer", 0, MAX_SHOWN_TOKENS, ticks(0, MAX_SHOWN_TOKENS, 5))
     up = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
-    return chart.figure(run, "crossover", caption, title, tokens, up)
+    return chart.figure(
+        run,
+        "crossover",
+        caption,
+        title,
+        tokens,
+        up,
+    )
 
 
 def _crossings(run: LoadedRun) -> str:

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from annie_quant.documents import Outcome, Standing
 
 DASH = "—"
-SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?", "keeps": "✓", "loses": "✗", "fragile": "✗"}
+SIGNS = {
+    "pass": "✓",
+    "fail": "✗",
+    "undecided": "?",
+    "keeps": "✓",
+    "loses": "✗",
+    "fragile": "✗",
+}
 # Classes of the page's style sheet.
 CSS: dict[Standing, Outcome] = {
     "keeps": "pass",

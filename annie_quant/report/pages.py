@@ -209,7 +209,15 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
         answers.append(answer)
     gates = list(dict.fromkeys(gate for record in records.values() for gate in _failed(record)))
     text, _ = _cut(question, PROMPT_CHARACTERS)
-    return ShownPrompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
+    return ShownPrompt(
+        name(key[0]),
+        key[1],
+        key[2],
+        text,
+        answers,
+        gates,
+        _differs(records),
+    )
 
 
 def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:

@@ -389,7 +389,9 @@ def _send(api: HfApi, plan: UploadPlan) -> None:
     if not hasattr(api, "upload_large_folder"):
         api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
         api.upload_folder(
-            repo_id=plan.repo_id, folder_path=plan.folder, ignore_patterns=[".cache/*"]
+            repo_id=plan.repo_id,
+            folder_path=plan.folder,
+            ignore_patterns=[".cache/*"],
         )
         return
     with warnings.catch_warnings():

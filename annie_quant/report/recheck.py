@@ -200,7 +200,11 @@ def _older_roles(run: LoadedRun) -> Roles | None:
     incumbent = verdict.incumbent if verdict.incumbent in served else None
     reference = served[candidate].judged_by
     reference = reference if reference in served and reference != incumbent else None
-    return Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    return Roles(
+        candidate=candidate,
+        reference=reference,
+        incumbent=incumbent,
+    )
 
 
 def write_judgement(run_dir: str | os.PathLike[str], stated: Roles | None = None) -> Run:

@@ -31,7 +31,12 @@ from annie_quant.report.format import name
 
 ARITHMETICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
-SERIES = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
+SERIES = {
+    "bf16": 0,
+    "naive": 1,
+    "mlp_only": 2,
+    "q4_k_m": 3,
+}
 # Gates of behaviour come first, as in the original plan's tables; other gates follow.
 GATE_ORDER = (
     "tool_call",
@@ -358,7 +363,14 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     bench = documents.salvage_or_default(documents.Bench, folder / "bench.json")
     inputs = documents.salvage_or_default(_Inputs, folder / "inputs.json")
     search = documents.salvage_or_default(_Search, folder / "search.json")
-    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
+    run = LoadedRun(
+        folder,
+        document,
+        bench.backends,
+        records,
+        inputs.workloads,
+        bad_lines,
+    )
     run.tried = [row.strategy for row in search.strategies]
     if run.tried:  # not its smoke tests, early looks and further draws
         evaluations = {
@@ -513,11 +525,27 @@ def _add_sides(run: LoadedRun) -> None:
             how = ARITHMETICS.get(numerics, numerics)
             title = f"{how} offline"
             name = f"{model}/{numerics}"
-            run.sides.append(OfflineModel(model, name, title, how, offline[numerics]))
+            run.sides.append(
+                OfflineModel(
+                    model,
+                    name,
+                    title,
+                    how,
+                    offline[numerics],
+                )
+            )
         for backend, data in run.aggregates.served.items():
             if data.model == model:
                 title = f"{data.runtime or 'server'} served"
-                run.sides.append(ServedModel(model, backend, title, "served", data))
+                run.sides.append(
+                    ServedModel(
+                        model,
+                        backend,
+                        title,
+                        "served",
+                        data,
+                    )
+                )
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:

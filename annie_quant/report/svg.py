@@ -53,7 +53,13 @@ class Drawing:
             "top": ROWS_TOP,
             **self.values,
         }
-        return render_svg("charts/drawing.svg", drawing=self, n=next(_ids), style=style, **values)
+        return render_svg(
+            "charts/drawing.svg",
+            drawing=self,
+            n=next(_ids),
+            style=style,
+            **values,
+        )
 
 
 def _joined(points: Sequence[tuple[float, float]]) -> str:

@@ -107,7 +107,13 @@ def gate_cell(run: LoadedRun, side: MeasuredSide, gate: str) -> Cell:
         if not side.shows_nothing(gate):
             text = f"{text} {format.SIGNS[result.verdict]}"
             css = "advisory" if result.advisory else result.verdict
-    return Cell(text, "; ".join(notes), f"gate|{side.key}|{gate}", css, sort=result.rate)
+    return Cell(
+        text,
+        "; ".join(notes),
+        f"gate|{side.key}|{gate}",
+        css,
+        sort=result.rate,
+    )
 
 
 def _counts(gate: str, result: documents.GateResult, pair: documents.PairedGate) -> str:
@@ -543,7 +549,12 @@ def _served_rows(side: ServedModel) -> Iterator[JsonObject]:
 
 
 def _divergence(figures: documents.KLFigures) -> dict[str, float]:
-    return {"n": figures.n_tokens, "p50": figures.median, "p99": figures.p99, "mean": figures.mean}
+    return {
+        "n": figures.n_tokens,
+        "p50": figures.median,
+        "p99": figures.p99,
+        "mean": figures.mean,
+    }
 
 
 def csv_text(run: LoadedRun) -> str:

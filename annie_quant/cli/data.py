@@ -252,6 +252,9 @@ class RecordOptions:
     as_json: AsJson = False
 
 
+ANSWER_LEFT_OUT = "answer left out: "  # the begin of such a reason of Recorded.left_out
+
+
 def record_command(options: RecordOptions) -> None:
     """Record real chats: a proxy between your clients and an OpenAI-compatible server.
 
@@ -283,9 +286,8 @@ def record_command(options: RecordOptions) -> None:
     else:
         console.print_mapping(str(options.output), without(result, "output", "left_out", "masked"))
         for reason, n in sorted(result.left_out.items(), key=lambda item: -item[1]):
-            console.note(
-                f"{n:,} × {reason if reason.startswith('answer ') else f'not recorded: {reason}'}"
-            )
+            unit = "answers" if reason.startswith(ANSWER_LEFT_OUT) else "chats"
+            console.note(f"left out: {n:,} {unit} ({reason.removeprefix(ANSWER_LEFT_OUT)})")
         for kind, n in sorted(result.masked.items()):
             console.note(f"masked: {n} × {kind}")
         if result.lines:

@@ -43,6 +43,7 @@ MAX_CONVERSATION_CHARACTERS = (
     2_000_000  # of one conversation: over 256k tokens, more than any model reads
 )
 BATCH_ROWS = 256
+ROW_LISTS = ("data", "train", "batch")  # fields of an object that is a file of rows
 PlacedRow = tuple[str, object]  # its place (file and line), and its content
 MAX_ROWS_BEFORE_FORM = 100  # that no source recognises
 
@@ -183,7 +184,7 @@ class _File:
         if suffix in (".parquet", ".arrow"):
             yield from _table_rows(self.path, suffix)
             return
-        document = _document(self.path) if suffix == ".json" else None
+        document = _document(self.path) if suffix == ".json" or _is_indented(self.path) else None
         if document is None:
             yield from self._lines()
             return
@@ -202,7 +203,7 @@ class _File:
                         raise Unusable(f"a line of more than {size} MB")
                     line = line.strip()
                     if line[:1] in (b"{", b"["):
-                        yield from ((place, row) for row in _rows_of_line(_decoded(line)))
+                        yield from ((place, row) for row in _entries(_decoded(line)))
                     elif line:
                         yield from text.add(line.decode("utf-8", "replace"), place)
         yield from text.rest()
@@ -217,33 +218,31 @@ def _document(path: Path) -> object:
         return None
 
 
+def _is_indented(path: Path) -> bool:
+    """Return whether a file's first line opens a JSON document that goes on in the next lines."""
+    with _open(path) as file:
+        return file.readline(MAX_LOG_LINE_BYTES).strip() in (b"{", b"[")
+
+
 def _entries(document: object) -> list[object]:
-    """Return the rows of a JSON document: a list of rows, an object that has one, or one row."""
-    if isinstance(document, dict) and not otel.is_export(document):
-        for name in ("data", "train", "batch"):
+    """Return the rows of a JSON value: a list of messages is a row, of a list of rows, an export or a trace each part."""
+    if otel.is_export(document):
+        return list(otel.records(document))
+    if isinstance(document, dict):
+        for name in ROW_LISTS:
             if isinstance(document.get(name), list):
-                document = document[name]
-                break
-    if isinstance(document, list):
-        first = document[0] if document else None
-        is_chat = isinstance(first, dict) and "role" in first
-        return (
-            [{"messages": document}] if is_chat else [r for d in document for r in _rows_of_line(d)]
-        )
-    return _rows_of_line(document)
-
-
-def _rows_of_line(value: object) -> list[object]:
-    """Return the rows in a JSON value: an export's spans, a trace's observations, a list's messages, or the value."""
-    if otel.is_export(value):
-        return list(otel.records(value))
-    if isinstance(value, list):
-        return [{"messages": value}]
-    if isinstance(value, dict) and isinstance(value.get("observations"), list):
-        return [
-            {"traceId": value.get("id"), **o} for o in value["observations"] if isinstance(o, dict)
-        ]
-    return [value]
+                return _entries(document[name])
+        observations = document.get("observations")
+        if isinstance(observations, list):
+            trace = {"traceId": document.get("id")}
+            return [{**trace, **o} for o in observations if isinstance(o, dict)]
+    if not isinstance(document, list):
+        return [document]
+    if document and isinstance(document[0], dict) and "role" in document[0]:
+        return [{"messages": document}]
+    return [
+        row for item in document for row in ([item] if isinstance(item, list) else _entries(item))
+    ]
 
 
 def _skip_line(file: IO[bytes]) -> None:

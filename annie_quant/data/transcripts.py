@@ -139,16 +139,20 @@ class ClaudeCode:
         if message.get("role") != row["type"]:
             raise Unusable(f"unknown role {str(message.get('role'))[:30]!r}")
         new = list(read_message(message, OPENAI, self.notes))
-        identity = message.get("id")
-        at = self._answers.get(str(identity), len(self._messages))
-        between = self._messages[at + 1 :]
-        is_part = at < len(self._messages) and all(m["role"] == "tool" for m in between)
-        if row["type"] == "assistant" and identity and is_part:
-            append_to(self._messages[at], new[0])
-            return
         if row["type"] == "assistant":
-            self._answers[str(identity)] = len(self._messages)
+            at = self._start_of_answer(message.get("id"))
+            if at is not None:
+                append_to(self._messages[at], new[0])
+                return
+            self._answers[str(message.get("id"))] = len(self._messages)
         self._messages += new
+
+    def _start_of_answer(self, identity: object) -> int | None:
+        """Return the index of the message that an assistant's row continues; None where it begins one."""
+        at = self._answers.get(str(identity), len(self._messages))
+        between = [m["role"] for m in self._messages[at + 1 :]]
+        is_part = not between or (identity is not None and set(between) == {"tool"})
+        return at if at < len(self._messages) and is_part else None
 
     def end(self) -> Iterator[Draft]:
         messages = self._messages

@@ -109,6 +109,22 @@ def test_rows_of_one_message_are_one_message(tmp_path):
     assert [m["tool_call_id"] for m in conversation.messages[2:4]] == [c["id"] for c in calls]
 
 
+def test_rows_without_ids_of_messages_are_merged_where_nothing_is_between(tmp_path):
+    rows = json.loads(json.dumps(SPLIT))
+    for row in rows:
+        row["message"].pop("id", None)
+    assert read(tmp_path / "s.jsonl", *rows)[0] == [COMPARED]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["l.json", "l.jsonl"])
+def test_a_list_of_rows_as_one_json_document(tmp_path, name, indent):
+    chat = {"messages": [user("Oslo?"), assistant("3")]}
+    (tmp_path / name).write_text(json.dumps([chat, chat], indent=indent))
+    expected = [("user", "Oslo?"), ("assistant", "3")]
+    assert [shape(c) for c in read_logs([tmp_path / name])] == [expected] * 2
+
+
 def test_a_result_between_the_rows_of_a_message(tmp_path):
     order = [0, 1, 2, 3, 5, 4, 6, 7]
     assert read(tmp_path / "s.jsonl", *[SPLIT[i] for i in order])[0] == [COMPARED]

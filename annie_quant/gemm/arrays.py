@@ -27,6 +27,7 @@ CODES = {
     "float16": 1,
     "bfloat16": 2,
 }  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
+MIN_CAPABILITY_MAJOR = 9
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 
 
@@ -45,7 +46,7 @@ def device_count() -> int:
 
 
 def need_device() -> None:
-    """Raise EnvironmentFault if there is no usable CUDA GPU."""
+    """Raise EnvironmentFault if there is no CUDA GPU that has the kernels' instructions."""
     module = native()
     try:
         count = module.device_count()
@@ -55,6 +56,12 @@ def need_device() -> None:
         ) from error
     if count == 0:
         raise EnvironmentFault("no CUDA GPU can be used here: the driver lists none", "nvidia-smi")
+    major = module.limits()[2]
+    if major < MIN_CAPABILITY_MAJOR:
+        raise EnvironmentFault(
+            f"this GPU has compute capability {major}.x; the kernels need {MIN_CAPABILITY_MAJOR}.0 or later",
+            "nvidia-smi",
+        )
 
 
 @dataclass(frozen=True)

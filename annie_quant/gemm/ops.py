@@ -231,7 +231,7 @@ def w4a16(
         )
     result = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
     ov = _operand(result, "out", _FLOATS, (m, weight.n), align=4)
-    written = {"out": ov}
+    written: dict[str, View] = {"out": ov}
     if workspace is not None:
         written["workspace"] = _operand(workspace, "workspace", ("uint8",), (None,))
     packed = view(weight.packed, "weight")

@@ -1,8 +1,8 @@
 /* annie_quant._nvfp4: the Python binding. It only converts arguments and checks sizes.
  *
  * It does not need NumPy: arrays are passed through the buffer protocol, bfloat16 and float8 as integers of the same size
- * (annie_quant/core/codec_arrays.py makes these views). The GIL is released in every kernel. The only state is the selected variant and
- * the number of threads, both atomic.
+ * (annie_quant/core/codec_arrays.py makes these views). The GIL is released in every kernel. The only state is the selected
+ * variant and the number of threads, both atomic, and the pool of workers (pool.c), which one job has at a time.
  */
 #include "common/buffers.h"
 #include "gemv.h"
@@ -467,7 +467,7 @@ static PyModuleDef_Slot slots[] = {
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
 #if PY_VERSION_HEX >= 0x030d0000
-    /* The module has no state but the two settings, which are atomic; a call owns its buffers. */
+    /* The module has no state but two settings, which are atomic, and the pool, which is locked; a call owns its buffers. */
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
     {0, NULL},

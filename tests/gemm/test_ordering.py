@@ -2,7 +2,7 @@
 
 import pytest
 
-from annie_quant.core.errors import UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import arrays, ops
 from annie_quant.gemm.plans import SkinnyPlan
 
@@ -15,6 +15,7 @@ class Recorder:
 
     def __init__(self):
         self.calls, self.device, self.next, self.fail_malloc = [], 0, 4096, False
+        self.major = 9
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, args))
@@ -34,6 +35,9 @@ class Recorder:
 
     def device_count(self):
         return 2
+
+    def limits(self):
+        return 132, 232448, self.major, True, False
 
     def plan(self, m, n, k, path):
         return "skinny", (2, 1, 1, 2)
@@ -65,6 +69,12 @@ def weight(n=32, k=64):
     return ops.Weight(
         arrays.DeviceArray((n, k // 2), "uint8"), arrays.DeviceArray((n, k // 16), "uint8"), 1.0
     )
+
+
+def test_a_gpu_before_clusters_is_refused_by_name(recorder):
+    recorder.major = 8
+    with pytest.raises(EnvironmentFault, match=r"compute capability 8\.x; the kernels need 9\.0"):
+        weight()
 
 
 def test_the_device_is_restored_when_an_allocation_fails(recorder):

@@ -19,6 +19,7 @@ from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
+from annie_quant.checkpoint.checks.tensors import scale_faults
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
@@ -96,6 +97,8 @@ def convert(
     model = read_input(folder)
     if to != UNQUANTIZED:
         check_algorithm(model)
+    if to in ("gguf", UNQUANTIZED):
+        check_scales(model)
     if to == "gguf":
         return to_gguf(model, type, out)
     if type:
@@ -224,6 +227,15 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     if per_head and has_divisors:
         settings.quantization_config["kv_cache_scheme"] = config.raw["kv_cache_scheme"]
     return write_folder(folder, plan, settings, to, loss, left_out, out)
+
+
+def check_scales(model: QuantizedFolder) -> None:
+    """Raise CheckpointError where a weight's tensor scale is no scale: its numbers would be zeros or infinite."""
+    for linear in model.nvfp4:
+        name = linear.global_scale
+        scale = linear.tensor_scale(model.folder)
+        for finding in scale_faults("tensor", name or linear.name, scale):
+            raise CheckpointError(finding.message, f"annie-quant audit {model.folder.path}")
 
 
 def check_convertible(model: QuantizedFolder, to: str) -> int:

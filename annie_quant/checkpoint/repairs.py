@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from annie_quant.checkpoint.checks.tensors import filled_blocks, scale_faults
 from annie_quant.checkpoint.dialects import (
     Dialect,
     QuantizedFolder,
-    compressed_tensors,
     fp8,
     modelopt,
 )
@@ -44,16 +43,20 @@ from annie_quant.checkpoint.linears import (
     QUANTIZER,
     Linear,
     TensorScale,
-    covering_pattern,
     excluded_module,
     plain_linears,
 )
-from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
+from annie_quant.checkpoint.restoration import (
+    RepairPlan,
+    describe_lost,
+    plan_restoration,
+    with_lost_settings,
+)
+from annie_quant.checkpoint.runtime_names import Renaming, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder, without_quantization
 from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json
-from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Audit, Finding
 from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
@@ -90,20 +93,6 @@ UNRELATED = (
     "mtp_",
     "vision_",
 )
-
-
-@dataclass(frozen=True)
-class RepairPlan:
-    """A repaired copy.
-
-    tensors: what is written, under the copy's names.
-    files: JSON files by name, config.json among them.
-    actions: the repairs, one sentence each.
-    """
-
-    tensors: list[Planned]
-    files: dict[str, JsonObject]
-    actions: list[str]
 
 
 @dataclass(frozen=True)
@@ -474,42 +463,6 @@ class _RepairPlanner:
         return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
 
 
-# ---- tensors and settings of the MTP head and the vision tower that a checkpoint lost
-
-
-def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
-    """Return one sentence for the MTP head and one for the vision tower, where they lost tensors."""
-    family = folder.family
-    sentences = []
-    for part, is_in_part in ((family.mtp, family.in_mtp), (family.vision, family.in_vision)):
-        count = sum(map(is_in_part, lost))
-        if count:
-            sentences.append(f"{part}*: {count} missing tensors taken from the source")
-    return sentences
-
-
-def with_lost_settings(
-    source: ModelFolder, config: JsonObject, multimodal: bool
-) -> tuple[JsonObject, list[str]]:
-    """Return config.json with the lost settings of the head and the tower, and the repairs.
-
-    multimodal: whether the copy has the multimodal form, which needs the tower's settings.
-    """
-    config = dict(config)
-    text = config
-    if isinstance(config.get("text_config"), dict):
-        text = config["text_config"] = dict(config["text_config"])
-    lost = [("mtp_num_hidden_layers", source.text_config, text)]
-    if multimodal:
-        lost.append(("vision_config", source.config, config))
-    actions = []
-    for name, values, target in lost:
-        if target.get(name) in (None, 0) and values.get(name) not in (None, target.get(name)):
-            target[name] = values[name]
-            actions.append(f"config.json: {name} taken from the source")
-    return config, actions
-
-
 # ---- the repaired copy
 
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
@@ -595,29 +548,6 @@ def repair(
         for name, content in plan.files.items():
             write_json(part / name, content)
     return RepairResult(str(target), plan.actions, audit_folder(target, source=source).findings)
-
-
-def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str]) -> RepairPlan:
-    """Plan a copy with lost tensors of `source`, their settings and entries of excluded linears.
-
-    lost: the source's names of the tensors.
-    """
-    folder = model.folder
-    config, actions = with_lost_settings(source, folder.config, is_multimodal(folder))
-    if model.dialect is compressed_tensors and folder.quantization:
-        ignore = [e for e in folder.quantization.get("ignore") or [] if isinstance(e, str)]
-        found = {excluded_module(source, name) for name in lost}
-        modules = {module for module in found if module is not None}
-        added = [m for m in sorted(modules) if not covering_pattern(m, ignore)]
-        config["quantization_config"] = folder.quantization | {"ignore": [*ignore, *added]}
-        if added:
-            actions.append(f"config.json: {len(added)} linears of them added to ignore")
-    files = {"config.json": config}
-    exported = folder.json(modelopt.HF_QUANT_CONFIG)
-    if exported is not None:
-        files[modelopt.HF_QUANT_CONFIG] = exported
-    tensors = [*(copied(folder, n) for n in folder), *(copied(source, n) for n in lost)]
-    return RepairPlan(tensors, files, describe_lost(folder, lost) + actions)
 
 
 def conversion(path: str, dialect: Dialect | None) -> str:

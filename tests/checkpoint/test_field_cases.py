@@ -197,6 +197,20 @@ def test_a_bad_divisor_is_named_and_the_last_line_repairs_it(compressed, tmp_pat
     assert aq.checkpoint.repair(output).remaining == []
 
 
+@pytest.mark.parametrize("to", ["bf16", "gguf"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, 0.0])
+def test_weights_under_a_bad_divisor_become_no_numbers(compressed, tmp_path, value, to):
+    """Under an infinite divisor every weight would become 0."""
+    name = "model.layers.0.mlp.up_proj.weight_global_scale"
+
+    def change(t: dict, c: dict) -> None:
+        t[name] = np.array([value], np.float32)
+
+    folder = zoo.spoil(compressed, tmp_path / "x", change)
+    with pytest.raises(CheckpointError, match=name):
+        aq.checkpoint.convert(folder, to, tmp_path / "out")
+
+
 def test_experts_without_input_scale(mixture, tmp_path):
     lost = [(1, 2), (3, 1)]
     modules = [f"model.layers.{layer}.mlp.experts.{expert}" for layer, expert in lost]
@@ -443,6 +457,10 @@ UNKNOWN: dict[str, tuple[Change, str]] = {
     ),
     "a scale of queries": (
         lambda t, c: t.update({"model.layers.3.self_attn.q_scale": np.ones(1, np.float32)}),
+        "tensor_unknown",
+    ),
+    "a scale of the KV cache outside of the layers": (
+        lambda t, c: t.update({"model.k_scale": np.array(0.02, np.float32)}),
         "tensor_unknown",
     ),
     "a wrapper's prefix": (

@@ -79,6 +79,10 @@ def check_tensor(folder: ModelFolder, name: str) -> Iterator[Finding]:
     is_known = models.is_known(folder.config)
     layout = f"{info.dtype} {list(info.shape)}"
     if name.endswith(KV_ENDS) and info.dtype in PLAIN_DTYPES:
+        if is_known and not models.is_attention(name):
+            yield fault(
+                "tensor_unknown", name, "a scale of the KV cache outside of attention layers"
+            )
         return
     if name.endswith(ORPHANS):
         problem = "belongs to a quantized linear, and that linear's other tensors are missing"

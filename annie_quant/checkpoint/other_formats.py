@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 
 # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
@@ -91,6 +92,13 @@ def describe_folder(folder: Path) -> tuple[str, str] | None:
         if name is not None:
             return f"it has {name}: {description}", hint.replace("FILE.gguf", str(folder / name))
     return None
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise CheckpointError where a folder is known to be something else than a model folder."""
+    described = describe_folder(folder)
+    if described is not None:
+        raise CheckpointError(f"{folder}: {described[0]}", described[1])
 
 
 def separate_file(name: str) -> str | None:

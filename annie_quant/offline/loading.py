@@ -38,6 +38,7 @@ from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader, opened_once
+from annie_quant.checkpoint.other_formats import refuse_other_folder
 from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.files import follow_umask
@@ -86,6 +87,7 @@ def load(
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
+        refuse_other_folder(folder)
         raise CheckpointError(f"{folder} is not a model folder: config.json is missing")
     shards = ModelFolder(folder)
     read_input(shards)

@@ -14,6 +14,7 @@ import msgspec
 
 from annie_quant import __version__, models, nvfp4
 from annie_quant.checkpoint.conversion import left_out_files, left_out_line
+from annie_quant.checkpoint.other_formats import refuse_other_folder
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
 from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
@@ -125,6 +126,7 @@ def run(
     source = Path(model)
     output = check_name(output)
     if not (source / "config.json").is_file():
+        refuse_other_folder(source)
         raise CheckpointError(
             f"{source}: no config.json there, so it is not a model folder",
             "give --model the folder of a bf16 checkpoint",

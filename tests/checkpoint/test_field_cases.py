@@ -23,6 +23,7 @@ from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.gguf.reader import check_served_by_llama_cpp, open_reader
 from annie_quant.checkpoint.shards import INDEX
 from annie_quant.core.errors import CheckpointError
+from annie_quant.quantize import run
 
 TINY = ROOT / "annie_quant/assets/tiny-annie"
 Change = Callable[[dict, dict], object]
@@ -388,6 +389,14 @@ def test_folders_without_weights_that_are_read(nvfp4, tmp_path, file):
     with pytest.raises(CheckpointError) as caught:
         ModelFolder(folder)
     assert caught.value.hint
+
+
+def test_an_adapter_is_named_by_quantize(nvfp4, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    shutil.copyfile(nvfp4 / "model.safetensors", tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="a LoRA adapter, not a model") as caught:
+        run("direct", tmp_path, tmp_path.with_name("out"))
+    assert "merge_and_unload" in caught.value.hint
 
 
 TOOLS: dict[str, tuple[Change, str]] = {

@@ -132,6 +132,7 @@ def quantize(options: QuantizeOptions) -> None:
                 calib_data=options.calib_data,
                 calib_tokens=options.calib_tokens,
                 device=device,
+                answers=options.answers,
             )
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)

@@ -30,6 +30,7 @@ from annie_quant.quantize import strategies
 from annie_quant.quantize.strategy import (
     TRIAL_POSITIONS,
     TRIAL_TOKENS,
+    AnswerSource,
     Cost,
     Strategy,
     in_float32,
@@ -104,6 +105,7 @@ PASS_TOKENS = {"cpu": 4096, "cuda": 32768}  # of a pass through one layer (share
 # Tokens that a trial's forward pass adds to the prompt that they share, and of an estimate's batch (offline/engine.py).
 BATCH_TOKENS = 4096
 TRIAL_CACHES = 2  # keys and values of the batch that is scored and of the one that is computed
+CACHE_COLUMNS = 1 << 18  # of keys and values of a batch (offline/engine.py); not measured
 # float32 scores of a head for a batch and all earlier tokens, on a GPU.
 SCORE_COPIES = 4
 
@@ -172,6 +174,7 @@ def estimate(
     calib_data: Path | None = None,
     calib_tokens: int | None = None,
     device: Device | None = None,
+    answers: AnswerSource = "own",
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
@@ -179,6 +182,7 @@ def estimate(
     calib_tokens: tokens of a conversation at most; None: the model's context, or what memory allows.
     rates: by default measured here for a folder, those of a DGX Spark for a published model.
     options: of the strategy. Raises UsageError for one that it does not have.
+    answers: "own": the model first answers the prompts itself, which its own weights in memory take.
     device: that decodes, by default this machine where it was measured, else a GB10.
     """
     chosen = strategies.find(strategy)
@@ -200,7 +204,8 @@ def estimate(
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
     shape = AttentionSize.of(size, folder)
-    work = Workload(chosen.cost, size, shape, text, rates, rounded, size_bytes)
+    own = chosen.cost.reads_answers and answers == "own"
+    work = Workload(chosen.cost, size, shape, text, rates, rounded, size_bytes, own)
     read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * BF16_BYTES, size.layers)
     if folder is not None:
         read = decode_speed.token_bytes(folder, strategy_read_bytes(folder, chosen))
@@ -212,7 +217,7 @@ def estimate(
         bits_per_weight=8 * size_bytes / work.weights,
         speed=decode_speed.speed_of(read, device),
         peak_bytes=round(work.peak_bytes(layerwise)),
-        layerwise=layerwise and not chosen.cost.trials,
+        layerwise=layerwise and not chosen.cost.trials and not own,
         seconds=work.seconds(),
         rates=rates,
         text=text.line,
@@ -308,6 +313,7 @@ class Workload:
 
     rounded: number of weights that are rounded.
     size_bytes: of the result.
+    own_answers: the model answers the prompts first.
     """
 
     cost: Cost
@@ -317,6 +323,7 @@ class Workload:
     rates: Rates
     rounded: int
     size_bytes: float
+    own_answers: bool = False
 
     @property
     def device(self) -> str:
@@ -354,8 +361,12 @@ class Workload:
             logits = 4 * min(self.text.computed, BATCH_TOKENS) * self.vocabulary
             return BASE_BYTES + BF16_BYTES * self.weights + logits
         results = self.size_bytes if self.cost.trials else 0.0
-        peak = self.layerwise_bytes() + results
-        return max(peak, self.trial_bytes()) if self.cost.trials else peak
+        peaks = [self.layerwise_bytes() + results]
+        if self.cost.trials:
+            peaks.append(self.trial_bytes())
+        if self.own_answers:
+            peaks.append(self.answer_bytes())
+        return max(peaks)
 
     def layerwise_bytes(self) -> float:
         """Return the memory of one layer, its Hessians and the states of the text."""
@@ -395,6 +406,15 @@ class Workload:
         model = self.width * self.weights
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
         return BASE_BYTES + model + logits + caches + scores + computed
+
+    def answer_bytes(self) -> float:
+        """Return the memory of answering the prompts: the whole model, and keys and values of a batch of rows."""
+        conversations = max(1, self.text.conversations)
+        row = self.text.prefix + self.text.computed // conversations
+        columns = min(conversations * row, CACHE_COLUMNS)
+        caches = columns * self.attention.position * self.width
+        computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
+        return BASE_BYTES + self.width * self.weights + caches + computed
 
     # ---- time
 

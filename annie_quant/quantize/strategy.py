@@ -160,6 +160,7 @@ class Cost:
     bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
     hessians: float32 matrices of the widest input.
     trials: some steps have the whole model in memory, and the rounded layers stay there (kl_trial.py).
+    reads_answers: by default the whole model first answers the prompts (own_answers.py).
     kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
@@ -172,6 +173,7 @@ class Cost:
     bytes_per_layer_weight: float = 4.0
     hessians: int = 0
     trials: bool = False
+    reads_answers: bool = False
     kept_inputs: int = 0
 
 

@@ -61,8 +61,10 @@ def test_the_count_of_a_folder_is_the_real_output(tmp_path):
 
 
 def test_a_27b_is_quantized_layer_by_layer_on_a_spark():
-    gptq = estimates.estimate("27b", "gptq")
+    gptq = estimates.estimate("27b", "gptq", answers="given")
     assert gptq.fits and gptq.peak_bytes < 20e9
+    own = estimates.estimate("27b", "gptq")
+    assert not own.layerwise and own.peak_bytes > 2 * own.weights, "the model answers the prompts"
     assert estimates.estimate("27b", "naive").peak_bytes < 20e9
     assert estimates.estimate("27b", "auto_mixed").peak_bytes > 53.8e9
     small = replace(estimates.SPARK_RATES, memory=8e9)
@@ -78,7 +80,7 @@ def test_best_of_a_9b_takes_no_more_than_was_measured_with_learned_rounding():
 
 
 def test_trials_have_the_whole_model_in_bf16():
-    gptq = estimates.estimate("9b", "gptq")
+    gptq = estimates.estimate("9b", "gptq", answers="given")
     assert gptq.layerwise and gptq.fits
     trials = estimates.estimate("27b", "best")
     assert not trials.layerwise and trials.peak_bytes > 2 * trials.weights

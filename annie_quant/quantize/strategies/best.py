@@ -163,6 +163,7 @@ STRATEGY = Strategy(
         hessians=5,
         kept_inputs=KEPT_INPUTS,
         trials=True,
+        reads_answers=True,
     ),
     plan=plan,
     options=BestOptions,

@@ -108,7 +108,7 @@ AWQ_LITE = Strategy(
     name="awq_lite",
     summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
+    cost=Cost(rank=30, layerwise=True, passes=22, encode=20, reads_answers=True),
     plan=plan_folds,
 )
 
@@ -134,6 +134,7 @@ GPTQ = Strategy(
         column_feedback=True,
         hessians=2,
         kept_inputs=KEPT_INPUTS,
+        reads_answers=True,
     ),
     plan=plan_columns,
     options=GptqOptions,
@@ -169,6 +170,7 @@ AUTO_MIXED = Strategy(
         hessians=5,
         kept_inputs=KEPT_INPUTS,
         trials=True,
+        reads_answers=True,
     ),
     plan=plan_bits,
     options=AutoMixedOptions,

@@ -93,7 +93,7 @@ CHARACTERS = 6  # of a conversation's JSON per token
 # ---- constants of memory, set by the peaks in tests/perf/long_prompts.md: on a CPU the process's largest resident set, on a GPU
 # torch's largest allocation
 
-BASE_BYTES = 0.4e9  # Python, torch and this package; on a GPU what a forward pass computes
+PROCESS_BYTES = 0.4e9  # Python, torch and this package; on a GPU what a forward pass computes
 BF16_BYTES = 2  # of a weight
 TEXT_BYTES = 24  # of a token's number and kind, in the samples of all answers
 # Of the text's hidden states: a layer's inputs and outputs, and the gathered inputs or the second stream.
@@ -205,7 +205,7 @@ def estimate(
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
     shape = AttentionSize.of(size, folder)
     own = chosen.cost.reads_answers and answers == "own"
-    work = Workload(chosen.cost, size, shape, text, rates, rounded, size_bytes, own)
+    work = WorkEstimate(chosen.cost, size, shape, text, rates, rounded, size_bytes, own)
     read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * BF16_BYTES, size.layers)
     if folder is not None:
         read = decode_speed.token_bytes(folder, strategy_read_bytes(folder, chosen))
@@ -308,7 +308,7 @@ class AttentionSize:
 
 
 @dataclass(frozen=True)
-class Workload:
+class WorkEstimate:
     """What a strategy computes, for its memory and time.
 
     rounded: number of weights that are rounded.
@@ -359,7 +359,7 @@ class Workload:
         """Return the most memory in use. layerwise: one layer at a time; else the whole model."""
         if not layerwise:
             logits = 4 * min(self.text.computed, BATCH_TOKENS) * self.vocabulary
-            return BASE_BYTES + BF16_BYTES * self.weights + logits
+            return PROCESS_BYTES + BF16_BYTES * self.weights + logits
         results = self.size_bytes if self.cost.trials else 0.0
         peaks = [self.layerwise_bytes() + results]
         if self.cost.trials:
@@ -372,7 +372,7 @@ class Workload:
         """Return the memory of one layer, its Hessians and the states of the text."""
         hidden = self.size.hidden_size
         intermediate = self.size.intermediate_size
-        total = BASE_BYTES + self.cost.hessians * 4 * intermediate**2
+        total = PROCESS_BYTES + self.cost.hessians * 4 * intermediate**2
         if not self.cost.passes:
             return total
         layer = self.body / max(1, self.size.layers)
@@ -385,7 +385,7 @@ class Workload:
         return total + self.pass_bytes(PASS_TOKENS["cpu"])
 
     def pass_bytes(self, tokens: int) -> float:
-        """Return what a forward pass through one layer computes, on a CPU; on a GPU it is part of BASE_BYTES."""
+        """Return what a forward pass through one layer computes, on a CPU; on a GPU it is part of PROCESS_BYTES."""
         if not self.rates.on_cpu:
             return 0.0
         of_token = PASS_HIDDEN * self.size.hidden_size
@@ -405,7 +405,7 @@ class Workload:
             scores = SCORE_COPIES * 4 * rows * new * row * self.attention.heads
         model = self.width * self.weights
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
-        return BASE_BYTES + model + logits + caches + scores + computed
+        return PROCESS_BYTES + model + logits + caches + scores + computed
 
     def answer_bytes(self) -> float:
         """Return the memory of answering the prompts: the whole model, and keys and values of a batch of rows."""
@@ -414,7 +414,7 @@ class Workload:
         columns = min(conversations * row, CACHE_COLUMNS)
         caches = columns * self.attention.position * self.width
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
-        return BASE_BYTES + self.width * self.weights + caches + computed
+        return PROCESS_BYTES + self.width * self.weights + caches + computed
 
     # ---- time
 

@@ -36,7 +36,7 @@ from annie_quant.quantize.plan import PlannedLinear, QuantizationPlan
 from annie_quant.quantize.rounding import round_head
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-FORMATS = (NVFP4, W4A16, FP8_CHANNEL, BF16)
+TABLE_FORMATS = (NVFP4, W4A16, FP8_CHANNEL, BF16)
 MAX_SOLUTIONS = 6  # that are evaluated
 TABLE_POINTS = 12  # of the frontier
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
@@ -267,7 +267,7 @@ class FormatPlanner:
     ) -> FrontierPoint:
         """Return a line of the table. whole: figures of the choice where it was measured."""
         single = []
-        weights: dict[Format, float] = dict.fromkeys(FORMATS, 0.0)
+        weights: dict[Format, float] = dict.fromkeys(TABLE_FORMATS, 0.0)
         for unit, group, i in self.chosen(choices):
             single.append(self.cost(unit, group.formats[i]).sum(0))
             weights[group.formats[i]] += group.weights

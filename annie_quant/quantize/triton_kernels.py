@@ -1,10 +1,10 @@
 """Triton kernels of quantization on a GPU: the gated delta rule and its convolution in calibration, and GPTQ's block columns.
 
-The delta rule of offline/deltanet.py: `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv]
-through the chunks of a head, and `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7
+The delta rule of offline/deltanet.py: `prepare_chunks` makes the parts of every chunk at once, `scan_forward` passes a state
+[Dk, Dv] through the chunks of a head, and `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7
 launches, and the parts write and read each value some ten times. Nothing here has gradients.
 
-`round_block` is the arithmetic of gptq.round_block and the choice of the scale: a program holds 32 rows of a block of 16
+`round_rows` is the arithmetic of gptq.round_block and the choice of the scale: a program holds 32 rows of a block of 16
 columns in registers and tries the candidates one after the other. In torch operations a block column takes some 300 launches.
 
 Importing this module needs Triton, which torch for CUDA brings.
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from annie_quant.quantize.gptq import Sweep
 
 CHUNK_STEPS = 64  # steps
-VALUES = 64  # most columns of a state in one program
-SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
+MAX_STATE_COLUMNS = 64  # most columns of a state in one program
+HEAD_SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
 CONV_STEPS = 32
 CONV_CHANNELS = 64
-ROWS = 32  # of one program of round_block, one per thread
+ROWS = 32  # of one program of round_rows, one per thread
 TO_INTEGER = tl.constexpr(
     12582912.0
 )  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
 
 
 @triton.jit
-def prepare(
+def prepare_chunks(
     query,
     key,
     value,
@@ -220,7 +220,7 @@ def gated_delta_rule(
     """
     batch, steps, heads, dk = key.shape
     dv = value.shape[-1]
-    if dk not in SIZES or dv not in SIZES:
+    if dk not in HEAD_SIZES or dv not in HEAD_SIZES:
         return deltanet.gated_delta_rule(
             query,
             key,
@@ -240,7 +240,7 @@ def gated_delta_rule(
     decay = key.new_empty(rows, chunks, dtype=torch.float32)
     precision = "tf32" if query.dtype == torch.bfloat16 else "ieee"
     strides = [s for part in (query, key, value, g, beta) for s in part.stride()[:3]]
-    prepare[(chunks, rows)](
+    prepare_chunks[(chunks, rows)](
         query,
         key,
         value,
@@ -266,7 +266,7 @@ def gated_delta_rule(
         num_stages=1,
     )
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
-    part = min(VALUES, dv)
+    part = min(MAX_STATE_COLUMNS, dv)
     before = key.new_empty(1, dtype=torch.float32)
     if initial_state is not None:
         before = initial_state.to(torch.float32, memory_format=torch.contiguous_format)
@@ -378,7 +378,7 @@ def causal_conv(
 
 
 @triton.jit
-def e2m1(x):
+def nearest_e2m1(x):
     """codec.to_e2m1."""
     a = tl.minimum(tl.abs(x), 8.0)
     fine = ((a * 2 + TO_INTEGER) - TO_INTEGER) * 0.5
@@ -405,7 +405,7 @@ def e4m3_value(code):
 
 
 @triton.jit
-def round_block(
+def round_rows(
     w,
     upper,
     tensor_scale,
@@ -447,7 +447,7 @@ def round_block(
         for i in range(16):
             here = column == i
             x = tl.sum(tl.where(here[None, :], work, 0.0), 1)
-            q = e2m1(tl.div_rn(x, step))
+            q = nearest_e2m1(tl.div_rn(x, step))
             error = tl.div_rn(x - q * step, tl.load(corner + i * upper_stride + i))
             total += error * error
             factors = tl.load(corner + i * upper_stride + column)
@@ -478,7 +478,7 @@ def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
     candidates = state.candidates
     outputs = (errors, state.codes, state.chosen[index], state.steps[index], state.loss)
     strides = (w.stride(0), errors.stride(0), state.upper.stride(0))
-    round_block[(triton.cdiv(len(w), ROWS),)](
+    round_rows[(triton.cdiv(len(w), ROWS),)](
         w,
         state.upper,
         state.tensor_scale,

@@ -215,7 +215,7 @@ def workload(strategy, size, attention, text, rates):
     chosen = strategies.find(strategy)
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < 16)
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
-    return estimates.Workload(chosen.cost, size, attention, text, rates, rounded, size_bytes)
+    return estimates.WorkEstimate(chosen.cost, size, attention, text, rates, rounded, size_bytes)
 
 
 @pytest.mark.parametrize(

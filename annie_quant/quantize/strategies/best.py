@@ -58,7 +58,7 @@ class BestOptions(Method, frozen=True):
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 
 
-def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
+def plan_best(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     options = job.options
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
@@ -165,7 +165,7 @@ STRATEGY = Strategy(
         trials=True,
         reads_answers=True,
     ),
-    plan=plan,
+    plan=plan_best,
     options=BestOptions,
     scale="sweep",
 )

@@ -36,11 +36,11 @@ class DirectOptions(StrategyOptions, frozen=True):
     shard_size: Annotated[str, described("size of the output's files: 500MB, 5GB")] = "5GB"
 
 
-def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
+def plan_direct(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
     return QuantizationPlan.of(four_bit_formats(job, 16), scale=job.scale)
 
 
-def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:
+def write_shards(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:
     shard_bytes = parse_size(job.options.shard_size)
     write_tensors = partial(writer.write, shard_bytes=shard_bytes, progress=progress, resume=True)
     export(ModelFolder(job.model), job.output, plan, write_tensors)
@@ -72,9 +72,9 @@ STRATEGY = Strategy(
     summary="weight-only NVFP4 from the shards by our C codec: no GPU, no text; --scale amax, four_over_six or sweep",
     formats=ALL_NVFP4,
     cost=Cost(rank=20, layerwise=True),
-    plan=plan,
+    plan=plan_direct,
     options=DirectOptions,
-    write=write,
+    write=write_shards,
     requires=(),
     resume_key=resume_key,
 )

@@ -15,7 +15,7 @@ from annie_quant import documents
 from annie_quant.bench import memory
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import Backend
-from annie_quant.bench.plan import Visit, choose, planned_visits
+from annie_quant.bench.plan import Visit, choose_cases, planned_visits
 from annie_quant.bench.regressions import losses, regression
 from annie_quant.bench.run_folder import RecordLog, read_records
 from annie_quant.core.errors import EnvironmentFault, UsageError
@@ -46,8 +46,8 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
 
 
 def test_n_chooses_the_same_cases_for_the_same_seed():
-    assert [c.id for c in choose(FACTS, 3, 1)] == [c.id for c in choose(FACTS, 3, 1)]
-    assert len(choose(FACTS, 3, 1)) == 3 and len(choose(FACTS, 99, 1)) == 6
+    assert [c.id for c in choose_cases(FACTS, 3, 1)] == [c.id for c in choose_cases(FACTS, 3, 1)]
+    assert len(choose_cases(FACTS, 3, 1)) == 3 and len(choose_cases(FACTS, 99, 1)) == 6
 
 
 def test_an_incomplete_line_is_removed_and_an_invalid_one_is_named(tmp_path):

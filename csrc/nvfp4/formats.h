@@ -126,10 +126,10 @@ static inline uint8_t e4m3_from_clamped(float t)
 /* Whether no block scale is NaN or has a sign. Simple, so that the compiler vectorizes it; the scales are an eighth of the codes. */
 static inline bool scales_valid(const uint8_t *scales, size_t count)
 {
-    unsigned invalid = 0;
+    uint8_t largest = 0;
     for (size_t i = 0; i < count; i++)
-        invalid |= scales[i] >= AQ_FIRST_INVALID_SCALE;
-    return !invalid;
+        largest = scales[i] > largest ? scales[i] : largest;
+    return largest < AQ_FIRST_INVALID_SCALE;
 }
 
 static const float E2M1_VALUE[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};

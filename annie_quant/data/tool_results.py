@@ -49,7 +49,7 @@ def draw_result(
     words = words_of(str(tool["name"]))
     reads = bool(words) and words[0] in REQUESTS.read_verbs
     if not fields and reads:
-        fields = ["_".join(words[1:]) or "result"]
+        fields = _asked_for(words[1:], arguments)
     result = {
         name: value for name, value in arguments.items() if not isinstance(value, (list, dict))
     }
@@ -68,6 +68,12 @@ def draw_result(
     return result
 
 
+def _asked_for(noun: list[str], arguments: JsonObject) -> list[str]:
+    """Return what a tool without a description of its result returns: what its name asks for, of a known thing its state."""
+    known = any({*noun} <= {*words_of(name)} for name in arguments)
+    return ["state", "last_change_date"] if known or not noun else ["_".join(noun)]
+
+
 def _field_value(drawer: ValueDrawer, name: str, known: JsonObject) -> object:
     """Return a value, or a list for a name in the plural. The value of an argument whose name has all words of this one is kept."""
     words = words_of(name)
@@ -81,7 +87,8 @@ def _field_value(drawer: ValueDrawer, name: str, known: JsonObject) -> object:
             and not drawer.knows(name)
             and (ending == "s" or drawer.knows(singular))
         ):
-            return [drawer.result_value(singular) for _ in range(LIST_LENGTH)]
+            values = {drawer.result_value(singular) for _ in range(LIST_LENGTH)}
+            return sorted(values, key=str)
     return drawer.result_value(name)
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,7 +134,7 @@ class InitOptions:
     logs: tuple[Path, ...] = ()
     name: str = ""
     fill: bool = False
-    model: Annotated[Path | None, EXISTING] = None
+    model: Path | None = None
     teacher: Literal["claude-cli", "openai", "offline"] | None = None
     teacher_model: str | None = None
     url: str | None = None
@@ -169,12 +170,13 @@ def init(options: InitOptions) -> None:
         options=Options(options.teacher_model, options.url, max_usd=options.max_budget_usd),
         **keywords_of(options, "logs", "name", "seed", "fill", "max_tokens"),
     )
-    with console.task("init") as step:
+    with console.task("init") as step, contextlib.ExitStack() as stack:
         if options.model is not None:
             quiet_engines()
             from annie_quant.offline.model_answers import ModelAnswers
 
-            sources = replace(sources, model=ModelAnswers(options.model, step))
+            model = stack.enter_context(contextlib.closing(ModelAnswers(options.model, step)))
+            sources = replace(sources, model=model)
         result = initialize(sources, output, options.force, step)
     if options.as_json:
         emit(result)

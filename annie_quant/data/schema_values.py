@@ -11,7 +11,7 @@ import datetime
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -256,6 +256,14 @@ class ValueDrawer:
                 result[high] = self.value(properties.get(high, {}), high, depth + 1)
         self.put_in_order(result)
         return result
+
+    def not_before(self, value: object, others: Iterable[object]) -> object:
+        """Return a result's date, or the last of the other dates where it is earlier: what is returned was borrowed before."""
+        form = _format_of(value) if isinstance(value, str) else ""
+        if form not in DATE_FORMATS:
+            return value
+        dates = [other for other in others if isinstance(other, str) and _format_of(other) == form]
+        return max([value, *dates], key=_sort_key)
 
     def put_in_order(self, values: JsonObject) -> None:
         """Swap the ends of ranges that end before they begin."""

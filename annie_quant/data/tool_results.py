@@ -56,7 +56,8 @@ def draw_result(
     drawer.note_fields([*result, *fields, *filter(_is_text, result.values())])
     for name in fields:
         if name not in result:
-            result[name] = _field_value(drawer, name, result)
+            value = _field_value(drawer, name, result)
+            result[name] = drawer.not_before(value, arguments.values())
     noun = "_".join(words[1:]) or "_".join(words)
     if not fields and f"{noun}_id" not in result:
         result[f"{noun}_id"] = (

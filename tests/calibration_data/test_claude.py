@@ -13,7 +13,18 @@ from paths import HELPERS
 
 from annie_quant.core.errors import AnnieError, EnvironmentFault, ServerError, UsageError
 from annie_quant.core.untrusted import cost_usd
-from annie_quant.data import Options, generate, generation
+from annie_quant.data import (
+    Category,
+    Options,
+    Persona,
+    generate,
+    generation,
+    load_persona,
+    read_rows,
+)
+from annie_quant.data.init_folder import Sources, initialize
+from annie_quant.data.teachers import prompt_for, schema_for
+from annie_quant.documents.persona import default_categories
 
 FAKE = HELPERS / "fake_claude.py"
 
@@ -250,3 +261,36 @@ def test_an_error_flag_that_is_not_false_is_an_error(claude):
     claude.script({"do": "error", "text": "Invalid API key", "code": 0}, fields={"is_error": 1})
     with pytest.raises(EnvironmentFault, match="not logged in"):
         claude.make(n=5)
+
+
+def test_init_lets_claude_write_the_rows_and_a_failed_run_resumes(claude):
+    """The rows of a run that costs money are next to the folder, which an error removes."""
+    annie = load_persona("annie")
+    tools = [dict(tool) for tool in annie.tools]
+    sources = Sources(annie.system_prompt, tools, teacher="claude-cli", n_rows=20)
+    claude.script("ok", {"do": "error", "text": "Please run /login"})
+    with pytest.raises(AnnieError):
+        initialize(sources, claude.folder / "mine")
+    assert not (claude.folder / "mine").exists()
+    claude.script("ok")
+    n_before = len(claude.calls())
+    result = initialize(sources, claude.folder / "mine")
+    assert result.calibration_rows == 20
+    rows = read_rows(claude.folder / "mine" / "calibration.jsonl")
+    assert {row["provenance"]["teacher"] for row in rows} == {"claude_cli"}
+    categories = len(default_categories([tool["function"]["name"] for tool in tools]))
+    assert len(claude.calls()) - n_before < 1 + categories  # the first batch is not made again
+    assert not list(claude.folder.glob("*.rows.jsonl"))
+
+
+def test_a_call_that_must_be_confirmed_has_a_turn_for_the_question():
+    tool = {"type": "function", "function": {"name": "book_room", "parameters": {}}}
+    prompt = "Always confirm with the user before you book."
+    persona = Persona(name="P", system_prompt=prompt, tools=(tool,))
+    category = Category("book_room", "rooms", "book_room")
+    text = prompt_for(persona, category, 2, [])
+    assert "has 2 turns: P asks for confirmation" in text
+    turns = schema_for(persona, category)["properties"]["conversations"]["items"]["properties"][
+        "turns"
+    ]
+    assert (turns["minItems"], turns["maxItems"]) == (1, 2)

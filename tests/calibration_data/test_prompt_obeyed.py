@@ -142,6 +142,16 @@ def test_results_have_the_fields_of_the_tool_and_are_not_one_answer(rows, name):
     assert len(contents) >= 10 and len(set(contents)) == len(contents)
 
 
+def test_a_book_is_not_returned_before_it_is_borrowed(rows):
+    returned = 0
+    for row in rows["library"]:
+        for tool, result in results_of(row):
+            if tool == "loan_history":
+                returned += 1
+                assert result["returned_on_date"] >= result["to_date"]
+    assert returned
+
+
 def test_a_measurement_has_the_unit_of_its_quantity(rows):
     units = {"temperature": "celsius", "humidity": "percent", "light": "lux"}
     measured = [

@@ -125,7 +125,7 @@ def draw_arguments(
     for _ in range(MAX_ATTEMPTS):
         try:
             value = drawer.value(schema)
-        except (RecursionError, AttributeError, TypeError, ValueError, re.error):
+        except (RecursionError, AttributeError, TypeError, ValueError, ArithmeticError, re.error):
             raise NoValue("the schema is not valid, or refers to itself without end") from None
         if isinstance(value, dict):
             reason = mismatch(value, schema)

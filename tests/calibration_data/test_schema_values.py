@@ -156,3 +156,16 @@ def test_a_flag_that_the_schema_lists_as_text_is_text():
     schema["properties"]["in_unit_laundry"]["type"] = "boolean"  # fits nothing: no label at all
     with pytest.raises(NoValue):
         draw_arguments(schema, random.Random(0), "gate")
+
+
+@pytest.mark.parametrize(
+    "limits", [{"minimum": "5"}, {"multipleOf": "x"}, {"minimum": 1e400}, {"maximum": [1]}]
+)
+def test_limits_that_are_not_numbers_give_no_value(limits):
+    schema = {
+        "type": "object",
+        "properties": {"price": {"type": "number", **limits}},
+        "required": ["price"],
+    }
+    with pytest.raises(NoValue):
+        draw_arguments(schema, random.Random(0), "gate")

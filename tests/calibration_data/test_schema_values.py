@@ -125,12 +125,12 @@ def test_labels_and_rows_fit_their_schema(block):
         persona = Persona(name="P", system_prompt="You help.", tools=(tool_of(schema),))
         judge = judge_of(schema)
         try:
-            documents = list(gate_documents(persona, 6))
+            document = next(gate_documents(persona, 6))
             rows = list(Offline().conversations(persona, Category("find", tool="find"), 6, "0"))
         except Exception as error:
             assert "draws no arguments" in str(error)
             continue
-        for case in documents[0].cases:
+        for case in document.cases:
             n_labels += 1
             assert not list(judge.iter_errors(plain(case.expect["arguments"]))), (
                 schema,

@@ -12,6 +12,7 @@ import pytest
 from annie_quant.core.errors import UsageError
 from annie_quant.data.init_folder import Sources, initialize
 from annie_quant.data.logs import Problems, read_logs
+from annie_quant.data.rows import place_of, read_rows
 from annie_quant.documents.persona import load_persona
 
 
@@ -676,3 +677,34 @@ def test_a_file_has_one_form(tmp_path):
     shapes, left_out, _ = read(tmp_path / "l.jsonl", chat, sharegpt)
     assert shapes == [[("user", "Oslo?"), ("assistant", "3")]]
     assert left_out == ["1 row (no messages in the record, first in l.jsonl, line 2)"]
+
+
+# ---- the same logs as calibration data
+
+
+def test_calibration_data_may_be_a_log(tmp_path):
+    summary = {"type": "summary", "summary": "Stock", "leafUuid": "8"}
+    for rows, place in (
+        ([summary, *SPLIT], "line 9"),
+        (ROLLOUT, "line 7"),
+        ([LITELLM], "line 1"),
+        ([answered(stream("Good morning!"))], "line 1"),
+    ):
+        (row,) = read_rows(write(tmp_path / f"{place}{len(rows)}.jsonl", *rows))
+        assert row["messages"][-1]["role"] == "assistant" and place_of(row).endswith(place)
+
+
+def test_a_broken_row_of_calibration_data_is_left_out_with_its_line(tmp_path, caplog):
+    sound = {"messages": [user("Oslo?"), assistant("3")]}
+    rows = [*[sound] * 12, {"messages": [{"content": "MARK"}]}, sound]
+    read = read_rows(write(tmp_path / "few.jsonl", *rows))
+    assert len(read) == 13 and [place_of(row) for row in read[-2:]] == [
+        "few.jsonl, line 12",
+        "few.jsonl, line 14",
+    ]
+    assert "1 row (not a conversation" in caplog.text
+    assert "first in few.jsonl, line 13" in caplog.text
+    with pytest.raises(
+        UsageError, match=r"2 rows \(not a conversation.*first in many.jsonl, line 2"
+    ):
+        read_rows(write(tmp_path / "many.jsonl", sound, "{", "{", sound))

@@ -232,7 +232,7 @@ def _content_of(content: object, form: MessageForm) -> _Content:
     result = _Content()
     if content is None:
         return result
-    if isinstance(content, str):
+    if isinstance(content, str) and form is not OTEL:
         result.texts.append(content)
         return result
     if not isinstance(content, list):

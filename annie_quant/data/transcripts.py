@@ -223,11 +223,10 @@ class Codex:
 
 
 def _instructions(payload: Mapping[str, object]) -> str:
-    value = payload.get("base_instructions", payload.get("instructions"))
-    if isinstance(value, Mapping):
-        value = value.get("text")
-    elif value is None:
-        return ""
+    value = payload.get("instructions") or ""  # until 2025
+    base = payload.get("base_instructions")
+    if base is not None:
+        value = base.get("text") if isinstance(base, Mapping) else None
     if not isinstance(value, str):
         raise Unusable("instructions that are not text")
     return value

@@ -172,12 +172,14 @@ TRANSCRIPTS = {
     ],
 }
 # Fields with text of the conversation, which MARK may not replace in place.
+ANY_OBJECT = ("arguments", "input", "parameters", "input_schema")
 CONTENT = frozenset(
     [
         "content",
         "text",
         "value",
         "arguments",
+        "reasoning_content",
         "input",
         "thinking",
         "output",
@@ -189,7 +191,7 @@ CONTENT = frozenset(
         "q",
     ]
 )
-UNKNOWN = ("zz", "contents", "body_text", "Content", "delta", "extra", "payload_x", "annotation")
+UNKNOWN = ("zz", "contents", "body_text", "Content", "extra", "payload_x", "annotation")
 
 
 def objects(value):
@@ -241,7 +243,7 @@ def mutate(rng, row, kind):
         )
     elif kind == "retyped":
         wrong = [7, True, [7], {"zz": MARK}, [[MARK]]] + ([MARK] if name not in CONTENT else [])
-        if target.get("type") == "tool_call_response":  # its response may be any value
+        if name in ANY_OBJECT or target.get("type") == "tool_call_response":
             wrong = wrong[:3]
         target[name] = rng.choice(wrong)
     elif kind == "doubled":

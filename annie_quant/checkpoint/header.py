@@ -132,6 +132,13 @@ def _entries(path: Path) -> tuple[JsonObject, int]:
         return json.loads(file.read(length)), PREFIX_BYTES + length
 
 
+def _end_of_data(path: Path) -> int:
+    """Return the size of the file that the header describes."""
+    entries, start = _entries(path)
+    entries.pop("__metadata__", None)
+    return start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+
+
 def _refusal(path: Path, reason: str) -> ShardError:
     """Return the error for a file that the library refuses. reason: the library's message."""
     size = path.stat().st_size
@@ -140,9 +147,7 @@ def _refusal(path: Path, reason: str) -> ShardError:
     if LARGER_FILE in reason and is_object:
         return ShardError("shard_truncated", f"{path.name}: the file has {size} bytes: {reason}")
     if UNFILLED_FILE in reason:
-        entries, start = _entries(path)
-        entries.pop("__metadata__", None)
-        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        end = _end_of_data(path)
         if end > size:
             message = f"truncated: the header describes {end} bytes and the file has {size}"
             return ShardError("shard_truncated", f"{path.name}: {message}")

@@ -224,7 +224,7 @@ def test_quantized_experts_are_refused_by_name(naive: Path, tmp_path: Path) -> N
 def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(
     naive: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"norm: missing"):
         runtime.load(edited(naive, tmp_path / "a", lambda t: t.pop("model.norm.weight")))
     with pytest.raises(
         CheckpointError, match=rf"{Q}\.weight is U8 \[256, 16\], expected U8 \[256, 32\]"
@@ -234,7 +234,7 @@ def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(
     with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is U8 .* expected U8"):
         runtime.load(folder)
     folder = configured(naive, tmp_path / "d", lambda c: c.update(vocab_size=c["vocab_size"] * 2))
-    with pytest.raises(CheckpointError, match=r"config\.json makes it"):
+    with pytest.raises(CheckpointError, match=r"config\.json makes it|vocab_size 3072"):
         runtime.load(folder)
     folder = configured(naive, tmp_path / "e", lambda c: c.update(model_type="no_such_model"))
     with pytest.raises(CheckpointError, match="no_such_model") as raised:

@@ -143,6 +143,8 @@ class _File:
             with self._counted(place):
                 if self.transcript is not None:
                     yield from self._completed(self.transcript.add(row), place)
+                elif self.source is not None and not self.source.matches(row):
+                    raise Unusable(f"not a row of {self.source.name}")
                 elif self.source is not None:
                     yield from self._completed([partial(self.source.read, row)], place)
                 else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from otlp import export, span
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data.init_folder import Sources, initialize
@@ -631,6 +632,15 @@ def test_langfuses_other_observations_are_named(tmp_path, row, reason):
     assert len(shapes) == 1 and len(left_out) == 1 and reason in left_out[0]
 
 
+SPANS = export(
+    span(
+        1.0,
+        operation__name="chat",
+        input__messages=[{"role": "user", "parts": [{"type": "text", "content": "Oslo?"}]}],
+    )
+)
+
+
 # ---- text logs, and spans of older conventions
 
 VLLM_LINE = "(APIServer pid=41) INFO 09-01 10:00:00 [logger.py:51]"
@@ -676,7 +686,25 @@ def test_a_file_has_one_form(tmp_path):
     }
     shapes, left_out, _ = read(tmp_path / "l.jsonl", chat, sharegpt)
     assert shapes == [[("user", "Oslo?"), ("assistant", "3")]]
-    assert left_out == ["1 row (no messages in the record, first in l.jsonl, line 2)"]
+    assert left_out == ["1 row (not a row of OpenAI chat, first in l.jsonl, line 2)"]
+
+
+@pytest.mark.parametrize("first", [LITELLM, LANGFUSE, RESPONSE, SPANS])
+def test_a_row_of_another_form_is_named_in_every_form(tmp_path, first):
+    shapes, left_out, _ = read(tmp_path / "l.jsonl", first, {"text": "MARK", "role": 7}, first)
+    assert len(shapes) == 2 and len(left_out) == 1
+    assert "not a row of" in left_out[0] and "first in l.jsonl, line 2" in left_out[0]
+
+
+def test_a_json_row_in_llama_cpps_log_is_named(tmp_path):
+    body = {"choices": [{"message": assistant("3")}]}
+    pair = [
+        f"srv  log_server_r: request:  {json.dumps({'messages': [user('Oslo?')]})}",
+        f"srv  log_server_r: response: {json.dumps(body)}",
+    ]
+    shapes, left_out, _ = read(tmp_path / "l.log", *pair, {"messages": [user("MARK")]}, *pair)
+    assert shapes == [[("user", "Oslo?"), ("assistant", "3")]] * 2
+    assert left_out == ["1 row (not a row of llama.cpp log, first in l.log, line 3)"]
 
 
 # ---- the same logs as calibration data

@@ -78,6 +78,7 @@ class StreamedAnswer:
     done_ns: int | None = None
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
+    stray_lines: int = 0  # that are no event
     other_api: str | None = None  # whose events these are, if they are no chat completion's
     warnings: list[str] = field(default_factory=list)
     _read: int = -1

@@ -139,6 +139,7 @@ def _stray_lines(answer: StreamedAnswer, frame: Frame) -> None:
         error = error or error_in({"error": content}) or message_of(value)
     _fail_with(answer, error)
     if error is None:
+        answer.stray_lines += len(lines)
         answer.warn(f"{len(lines)} lines were received that are no event, first {frame.raw[:80]!r}")
 
 

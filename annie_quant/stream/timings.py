@@ -468,7 +468,7 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
     status = int(row["status"])
     ended = answer.done_ns is not None
     fault = transport_fault(timings, request)
-    if fault and ended and fault[0] in ("truncated", "reset"):
+    if fault and ended and not answer.stray_lines and fault[0] in ("truncated", "reset"):
         answer.warn(f"the connection ended badly after [DONE]: {fault[1]}")
         fault = None
     if answer.fault:

@@ -92,6 +92,19 @@ def test_a_reset_while_the_request_is_sent() -> None:
             assert (record["text"], record["cause"]) == ("Hello", "reset")
 
 
+def test_a_damaged_chunk_size_is_not_a_complete_answer() -> None:
+    """Its chunk has the framing of all others in it; the stream's end mark arrives, and the connection ends inside the chunk."""
+    answer = HEAD + b"%x1\r\n" % len(HELLO[0]) + HELLO[0] + b"\r\n"
+    answer += chunk(HELLO[1]).replace(b"\r\n", b"\r\n\t", 1) + b"".join(map(chunk, HELLO[2:]))
+
+    def respond(connection, request) -> None:
+        connection.sendall(answer)
+        connection.close()
+
+    record = one(respond)
+    assert record["cause"] in ("truncated", "protocol", "reset"), record
+
+
 def test_stall_and_whole_timeout() -> None:
     def stall(connection, request) -> None:
         connection.sendall(HEAD + chunk(event({"content": "Hi"})))

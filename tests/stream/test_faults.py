@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import threading
 import time
 
 import pytest
-from paths import HELPERS
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, reset, stream
 
 _stream = pytest.importorskip(
@@ -246,73 +243,6 @@ def test_few_file_descriptors() -> None:
 def python(script: str, *args: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", textwrap.dedent(script), *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
-
-
-def test_ctrl_c_returns_the_results_so_far() -> None:
-    script = """
-        import sys, json
-        import annie_quant as aq
-        print("ready", flush=True)
-        try:
-            aq.stream.run([aq.stream.Request(sys.argv[1], json={})] * 3, concurrency=2)
-        except KeyboardInterrupt as stop:
-            print(json.dumps([(r["cause"], r["text"]) for r in stop.timings.records()]))
-    """
-
-    def respond(connection, request) -> None:
-        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
-        time.sleep(20)
-
-    with RawServer(respond) as server:
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), server.url],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout.readline() == "ready\n"
-        while server.connections < 2 or len(server.requests) < 2:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        began = time.monotonic()
-        child.send_signal(signal.SIGINT)
-        out, _ = child.communicate(timeout=15)
-    assert time.monotonic() - began < 10, "before the server's 20 s"
-    assert json.loads(out) == [["cancelled", "Hi"], ["cancelled", "Hi"], ["not_started", ""]]
-
-
-SERVER = """
-    import socket, sys, time
-    from stream_server import HEAD, RawServer, chunk, event
-    def respond(connection, request):
-        connection.sendall(HEAD)
-        for _ in range(10000):
-            connection.sendall(chunk(event({"content": "x"})))
-            time.sleep(0.01)
-    with RawServer(respond) as server:
-        print(server.url, flush=True)
-        time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "cause"), [(signal.SIGKILL, ("reset", "truncated")), (signal.SIGSTOP, ("idle",))]
-)
-def test_a_server_killed_or_stopped(what: signal.Signals, cause: tuple[str, ...]) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVER)],
-        cwd=HELPERS,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        url = child.stdout.readline().strip()
-        strike = subprocess.Popen(["sh", "-c", f"sleep 0.4; kill -{int(what)} {child.pid}"])
-        record = aq.stream.run([Request(url, json={}, idle_timeout_s=0.4)]).records()[0]
-        strike.wait()
-    finally:
-        child.kill()
-        child.wait()
-    assert record["cause"] in cause and record["text"].startswith("xxx")
 
 
 REAL, MONO = 1_800_000_000_000_000_000, 5_000_000_000_000

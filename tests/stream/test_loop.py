@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -319,21 +318,3 @@ def test_fresh_connections_announce_their_end(fresh: bool) -> None:
         aq.stream.run([aq.stream.Request(server.url)] * 2, fresh_connections=fresh)
         assert server.connections == 1 + fresh
     assert [b"\r\nConnection: close\r\n" in r for r in server.requests] == [fresh] * 2
-
-
-def test_two_runs_in_two_threads() -> None:
-    results: dict[int, list[dict]] = {}
-
-    def work(number: int, url: str) -> None:
-        requests = [aq.stream.Request(url, json={}, tag=(number, i)) for i in range(200)]
-        results[number] = aq.stream.run(requests, concurrency=8).records()
-
-    with RawServer(stream(HELLO)) as server:
-        threads = [threading.Thread(target=work, args=(n, server.url)) for n in range(2)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    for number, records in results.items():
-        assert [r["tag"] for r in records] == [(number, i) for i in range(200)]
-        assert {(r["text"], r["error"]) for r in records} == {("Hello there.", None)}

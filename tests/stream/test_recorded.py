@@ -39,17 +39,6 @@ def test_our_times_agree_with_the_servers_timings(recorded: aq.stream.Timings) -
         assert first_ms > own["prompt_ms"], "the first token cannot come before the prompt was read"
 
 
-def test_the_recorded_bytes_can_be_split_anywhere(recorded: aq.stream.Timings) -> None:
-    body = recorded.body(0)
-    events = [
-        (*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in _stream.cut((body,), 1 << 20)
-    ]
-    assert len(events) == len(recorded.rows_of(0))
-    for i in range(len(body) + 1):
-        rows = _stream.cut((body[:i], body[i:]), 1 << 20)
-        assert [(*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in rows] == events
-
-
 def test_a_replay_gives_the_same_records(recorded: aq.stream.Timings) -> None:
     with ReplayServer(recorded, speed=1000) as server:
         again = aq.stream.run([aq.stream.Request(server.url, json={}, timeout_s=10)] * 3).records()

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from randomised import examples
 from stream_server import HELLO, RawServer, stream
 
 _stream = pytest.importorskip(
@@ -221,25 +218,6 @@ def test_a_damaged_recording_is_refused(name: str, change, words: str, tmp_path)
     np.savez(saved, **{**arrays, name: change(arrays[name])})
     with pytest.raises(aq.errors.EnvironmentFault, match=words):
         aq.stream.Timings.load(tmp_path)
-
-
-@settings(max_examples=examples(25), deadline=None)
-@given(st.data())
-def test_frames_joined_are_the_body(data: st.DataObject) -> None:
-    """However a server splits its data, the frames joined are its bytes and the reads add up to them."""
-    alphabet = st.sampled_from(
-        [b"data: x\n\n", b": ping\r\n\r\n", b"\n", b"\r", b"data: [DONE]\n\n", b"\xff\0", *HELLO]
-    )
-    bodies = data.draw(st.lists(st.lists(alphabet, min_size=1, max_size=6), min_size=1, max_size=4))
-    queue = iter(bodies)
-    with RawServer(lambda c, r: stream(next(queue))(c, r)) as server:
-        timings = aq.stream.run([Request(server.url, json={})] * len(bodies))
-    timings.records()
-    for i, pieces in enumerate(bodies):
-        assert timings.body(i) == b"".join(pieces)
-        assert int(timings.reads["size"][timings.reads["request"] == i].sum()) == len(
-            b"".join(pieces)
-        )
 
 
 def test_arrays_are_read_only_views_of_c_memory() -> None:

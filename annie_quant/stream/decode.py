@@ -140,6 +140,8 @@ def _stray_lines(answer: StreamedAnswer, frame: Frame) -> None:
     _fail_with(answer, error)
     if error is None:
         answer.stray_lines += len(lines)
+        if any(b"data:" in name + b":" + text for name, text in lines):
+            answer.fail("malformed", f"an event is damaged: {frame.raw[:80]!r}")
         answer.warn(f"{len(lines)} lines were received that are no event, first {frame.raw[:80]!r}")
 
 

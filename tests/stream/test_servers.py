@@ -331,6 +331,15 @@ def test_each_form_of_an_error(form: str, done: bytes) -> None:
     assert record["error"] == "error in the stream: gone"
 
 
+def test_a_damaged_line_is_a_fault_and_an_unknown_field_a_warning() -> None:
+    stop = event({}, "stop")
+    damaged = record_of(event({"content": "a"}), b"x" + event({"content": "b"}), stop, DONE)
+    assert damaged["cause"] == "malformed" and "an event is damaged" in damaged["error"]
+    unknown = record_of(event({"content": "a"}), b"trace: 7\n\n", stop, DONE)
+    assert (unknown["error"], unknown["text"]) == (None, "a")
+    assert "1 lines were received that are no event" in unknown["warnings"][0]
+
+
 @pytest.mark.parametrize("value", [None, "", {}, False, []])
 def test_an_error_that_is_empty_is_none(value: object) -> None:
     record = record_of(

@@ -245,6 +245,19 @@ def decoded_together(
         yield batch
 
 
+def _decoded_batches(
+    engine: Engine, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield the indices of the prompts that are decoded together. Those with a limit of 0 are left out."""
+    asked = (i for i in range(len(prompts)) if limits[i] > 0)
+    order = sorted(asked, key=lambda i: (-limits[i], -len(prompts[i])))
+    at = 0
+    while at < len(order):
+        count = engine.decoded_rows(len(prompts[order[at]]) + limits[order[at]])
+        yield order[at : at + count]
+        at += count
+
+
 def compute_prompts(
     engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int], read: Sequence[int]
 ) -> list[RunningBatch]:

@@ -116,6 +116,8 @@ CPU_FORWARD_TOKENS = {
 # Of the keys and values of all rows, which each have a copy of the prefix.
 MAX_CACHE_COLUMNS = 1 << 18
 CPU_CACHE_BYTES = 1 << 30
+# Of a batch that is decoded: its rows times the tokens of its longest prompt and answer.
+MAX_DECODED_COLUMNS = 1 << 19
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 # What an H200 computes while the kernels of one forward through eight layers are launched.
 LAUNCH_FLOP = 5e11
@@ -208,6 +210,11 @@ class Engine:
         free = torch.cuda.mem_get_info(self.device)[0]
         fitting = int(ROWS_SHARE * free / (self.token_bytes() * ROW_TOKENS))
         return max(BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % BATCH_ROWS))
+
+    def decoded_rows(self, columns: int) -> int:
+        """Return how many rows of `columns` tokens are decoded together."""
+        fitting = min(self.rows * ROW_TOKENS, MAX_DECODED_COLUMNS) // max(1, columns)
+        return max(1, min(self.rows, fitting))
 
     def token_bytes(self) -> int:
         """Return the bytes of one token's keys and values."""

@@ -83,7 +83,8 @@ FACTOR_SHARE = {"cpu": 0.45, "cuda": 0.01}
 COLUMNS_SHARE = 0.75
 PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
 HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq.Sampling)
-START_S = {"cpu": 8.0, "cuda": 20.0}  # imports and tokenizer; on a GPU also CUDA
+# Imports and tokenizer; on a GPU also CUDA: naive of Coder-0.5B takes 5 s after its imports (tests/perf/long_prompts.md).
+START_S = {"cpu": 8.0, "cuda": 8.0}
 ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
 DISK = 1e9  # bytes per second, assumed
@@ -105,7 +106,14 @@ PASS_TOKENS = {"cpu": 4096, "cuda": 32768}  # of a pass through one layer (share
 # Tokens that a trial's forward pass adds to the prompt that they share, and of an estimate's batch (offline/engine.py).
 BATCH_TOKENS = 4096
 TRIAL_CACHES = 2  # keys and values of the batch that is scored and of the one that is computed
-CACHE_COLUMNS = 1 << 18  # of keys and values of a batch (offline/engine.py); not measured
+# Of the own answers of a batch (own_answers.py): decode steps, and seconds of one on a GPU, as 256 prompts of Coder-0.5B took on an
+# H200; on a CPU the tokens of an answer are computed at a share of the matmul rate, because a step has few rows.
+DECODED_COLUMNS = 1 << 19  # engine.MAX_DECODED_COLUMNS
+DECODED_ROWS = {"cpu": 128, "cuda": 512}
+DECODE_STEPS = 512
+STEP_S = 0.02
+ANSWER_TOKENS = 60
+DECODE_SHARE = 0.3
 # float32 scores of a head for a batch and all earlier tokens, on a GPU.
 SCORE_COPIES = 4
 
@@ -411,7 +419,7 @@ class WorkEstimate:
         """Return the memory of answering the prompts: the whole model, and keys and values of a batch of rows."""
         conversations = max(1, self.text.conversations)
         row = self.text.prefix + self.text.computed // conversations
-        columns = min(conversations * row, CACHE_COLUMNS)
+        columns = min(conversations * row, DECODED_COLUMNS)
         caches = columns * self.attention.position * self.width
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
         return PROCESS_BYTES + self.width * self.weights + caches + computed
@@ -427,6 +435,8 @@ class WorkEstimate:
         }
         if self.cost.passes:
             seconds |= self.text_seconds()
+        if self.own_answers:
+            seconds["own answers"] = self.answer_seconds()
         if self.cost.passes and self.cost.column_feedback:
             seconds |= self.column_seconds()
         return seconds
@@ -465,6 +475,19 @@ class WorkEstimate:
         computing = (linears + attended) / (rate * FORWARD_SHARE)
         computing += activations / self.rates.copy + size.layers * batches * BATCH_S
         return {"start": START_S[self.device] + reading, "text": computing}
+
+    def answer_seconds(self) -> float:
+        """Return the duration of the model's own answers where none is stored."""
+        conversations = self.text.conversations
+        rate = self.rates.float32_flop_s if self.in_float32 else self.rates.flop_s
+        reading = 2 * self.body * self.text.computed / (rate * FORWARD_SHARE)
+        if self.rates.on_cpu:
+            tokens = ANSWER_TOKENS * conversations
+            return reading + 2 * self.body * tokens / (rate * DECODE_SHARE)
+        row = self.text.prefix + self.text.computed // max(1, conversations)
+        by_memory = math.ceil(conversations * row / DECODED_COLUMNS)
+        batches = max(by_memory, math.ceil(conversations / DECODED_ROWS[self.device]))
+        return reading + batches * DECODE_STEPS * STEP_S
 
     def column_seconds(self) -> dict[str, float]:
         """Return the durations of GPTQ's Hessians, their factors and the rounding of columns."""

@@ -128,3 +128,28 @@ def test_the_calibration_line_says_whose_answers_they_are(
     assert own.own_answers > 0 < own.given_answers
     assert f"{own.own_answers} answers are the model's own" in own.line()
     assert "own" not in uses["given"].line()
+
+
+def test_the_estimate_knows_how_much_is_decoded_at_once() -> None:
+    from annie_quant.offline import engine
+    from annie_quant.quantize import estimates
+
+    assert estimates.DECODED_COLUMNS == engine.MAX_DECODED_COLUMNS
+
+
+def test_long_prompts_are_decoded_in_smaller_batches(template: Template) -> None:
+    """The keys and values of every row have a copy of the prompt."""
+    from annie_quant.offline import decoding
+    from annie_quant.offline.engine import MAX_DECODED_COLUMNS, Engine
+    from annie_quant.offline.loading import load
+
+    engine = Engine(load(TINY_ANNIE, dtype=torch.float32, device="cpu"), rows=100)
+    prompts = [[1] * length for length in (8000, 9000, 300, 200) for _ in range(70)]
+    limits = [50] * 280
+    limits[3] = 0
+    batches = list(decoding._decoded_batches(engine, prompts, limits))
+    assert sorted(i for batch in batches for i in batch) == [i for i in range(280) if i != 3]
+    for batch in batches:
+        columns = len(batch) * (max(len(prompts[i]) for i in batch) + 50)
+        assert len(batch) <= 100
+        assert columns <= min(100 * 2048, MAX_DECODED_COLUMNS)

@@ -1,8 +1,8 @@
 """The source model's own answers to the prompts of the calibration data.
 
-A label that the model would not write calibrates it on another style than its own: Coder-0.5B, calibrated on labels, lost its bare
-text in 56 of 340 prompts, on its own answers in 19 (docs/results.md). So the source model answers the prompts itself, greedily,
-with its own template and tools. An answer that it would write anyway stays as it is: where it chooses nearly all of the tokens.
+A label that the model would not write calibrates it on another style than its own (tests/perf/calibration_lottery.md). So the
+source model answers the prompts itself, greedily, with its own template and tools. An answer that it would write anyway stays:
+where it chooses nearly all of the tokens.
 
 One pass over the given answers decides which of them stay, and is the beginning of the others: a greedy answer equals the given one
 up to the first token that the model would not choose, and is decoded from there.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SHORT = 600  # tokens of a prompt that has one tool
+MARGIN_TOKENS = 512  # by which a model's own answer may be longer
 OTHER_PROMPT = 10  # each row of this many has a prompt of its own
 NOUNS = """
 account address answer appointment archive booking branch budget calendar cancel channel
@@ -151,7 +152,7 @@ def longest_row(model: Path, file: Path) -> int:
     template = Template(model)
     rows = read_conversations(file)
     texts = [template.render(row["messages"], row.get("tools"), False, False) for row in rows]
-    return max(len(template.ids(text)) for text in texts) + 16
+    return max(len(template.ids(text)) for text in texts) + MARGIN_TOKENS
 
 
 def quantize_once(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from annie_quant.core.untrusted import JsonObject
     from annie_quant.documents import ServedSide
 
-ROLES = ("candidate", "reference", "incumbent")
+_ROLES = ("candidate", "reference", "incumbent")
 
 
 class AssertedRun:
@@ -130,7 +130,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--annie-baseline", metavar="DIR", help="stored run directory that the run is compared with"
     )
-    for role in ROLES:
+    for role in _ROLES:
         group.addoption(
             f"--annie-{role}", metavar="NAME", help=f"the run's {role}, instead of the stored one"
         )
@@ -156,7 +156,7 @@ def _read(config: pytest.Config, option: str) -> AssertedRun:
     folder = config.getoption(option)
     if folder is None:
         pytest.skip(f"no run directory was given ({option} DIR)")
-    roles = {role: config.getoption(f"--annie-{role}") for role in ROLES}
+    roles = {role: config.getoption(f"--annie-{role}") for role in _ROLES}
     return AssertedRun(Path(folder), **(roles if option == "--annie-run" else {}))
 
 

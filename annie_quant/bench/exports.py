@@ -41,10 +41,10 @@ def write_exports(folder: Path, bench: Bench, records: Records) -> None:
     documents.write(folder / "exports/original_plan.json", original_plan(bench, measured))
     for name in bench.backends:
         own = [r for r in measured if r.backend == name]
-        documents.write(folder / f"exports/vllm_{name}.json", vllm(bench, own, name))
+        documents.write(folder / f"exports/vllm_{name}.json", _vllm(bench, own, name))
 
 
-def vllm(bench: Bench, records: Records, name: str) -> JsonObject:
+def _vllm(bench: Bench, records: Records, name: str) -> JsonObject:
     """Return vLLM's flat result of one backend, over all its workloads. Times in ms, duration in s."""
     alone = [r for r in records if r.load.alone and not r.cold]
     complete = [r for r in alone if not r.answer.error]

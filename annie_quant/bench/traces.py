@@ -34,18 +34,18 @@ from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Turn, Workload
 
-PathLike = str | os.PathLike[str]
-T = TypeVar("T")
+_PathLike = str | os.PathLike[str]
+_T = TypeVar("_T")
 
 MAX_PROMPT_TOKENS = 1 << 20
-MAX_ANSWER_TOKENS = 1 << 17
+_MAX_ANSWER_TOKENS = 1 << 17
 MAX_LINE_BYTES = 1 << 28
 ANSWER_TOKENS = 256  # of a recorded length that is 0
 
 # ---- conversations
 
 
-def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
+def replay(paths: Iterable[_PathLike], n: int, seed: int = 0) -> Workload:
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
     problems = Problems()
     sample = _sampled(read_logs(list(paths), problems), n, seed)
@@ -74,10 +74,10 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
     return _workload("replay", description, cases, max_tokens(lengths))
 
 
-def _sampled(items: Iterable[T], n: int, seed: int) -> list[tuple[int, T]]:
+def _sampled(items: Iterable[_T], n: int, seed: int) -> list[tuple[int, _T]]:
     """Return (position, item) of at most n items, in order; only these are in memory."""
     rng = random.Random(f"{seed}/replay")
-    sample: list[tuple[int, T]] = []
+    sample: list[tuple[int, _T]] = []
     for number, item in enumerate(items):
         at = len(sample) if len(sample) < n else rng.randrange(number + 1)
         if at < n:
@@ -161,7 +161,7 @@ def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -
 # ---- traces
 
 
-def trace(path: PathLike, n: int) -> Workload:
+def trace(path: _PathLike, n: int) -> Workload:
     """Return a workload of a trace's first n requests, with their arrival times.
 
     Raises UsageError for a file without requests, and for a log without times.
@@ -205,7 +205,7 @@ def _recorded_lengths(path: Path) -> Iterator[tuple[float, int, int]]:
     if any("messages" in record for record in records):
         return
     for time_s, prompt, answer in itertools.chain.from_iterable(map(otel.lengths, exports)):
-        if prompt <= MAX_PROMPT_TOKENS and answer <= MAX_ANSWER_TOKENS:
+        if prompt <= MAX_PROMPT_TOKENS and answer <= _MAX_ANSWER_TOKENS:
             yield time_s, prompt, answer
 
 
@@ -248,7 +248,7 @@ class _TimedCase:
     case: Case
 
 
-def _log_trace(path: PathLike, n: int) -> Workload:
+def _log_trace(path: _PathLike, n: int) -> Workload:
     scanner = Scanner()
     problems = Problems()
     lengths: list[int] = []

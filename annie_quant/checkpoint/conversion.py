@@ -28,9 +28,9 @@ from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
-UNQUANTIZED = "bf16"
-TARGETS = (*dialects.WRITTEN, "gguf", UNQUANTIZED)
-MAX_NAMES = 3  # that a line lists
+_UNQUANTIZED = "bf16"
+TARGETS = (*dialects.WRITTEN, "gguf", _UNQUANTIZED)
+_MAX_NAMES = 3  # that a line lists
 FLOAT32_PIECE_BYTES = 1 << 26  # of float32 numbers that are rounded at once
 
 
@@ -95,9 +95,9 @@ def convert(
     out = ConversionOutput(Path(output) if output else None, shard_bytes, progress, force)
     folder = ModelFolder(src)
     model = read_input(folder)
-    if to != UNQUANTIZED:
+    if to != _UNQUANTIZED:
         check_algorithm(model)
-    if to in ("gguf", UNQUANTIZED):
+    if to in ("gguf", _UNQUANTIZED):
         check_scales(model)
     if to == "gguf":
         return to_gguf(model, type, out)
@@ -106,7 +106,7 @@ def convert(
     if not model.linears:
         hint = "quantize it first: annie-quant quantize --strategy direct"
         raise CheckpointError(f"{folder.path}: nothing in it is quantized", hint)
-    return to_plain(model, out) if to == UNQUANTIZED else to_dialect(model, to, out)
+    return to_plain(model, out) if to == _UNQUANTIZED else to_dialect(model, to, out)
 
 
 # ---- model folders
@@ -127,9 +127,9 @@ def left_out_files(folder: ModelFolder) -> list[str]:
 
 def left_out_line(left_out: list[str]) -> str:
     """Return the line that names what a command leaves out."""
-    shown = ", ".join(left_out[:MAX_NAMES])
+    shown = ", ".join(left_out[:_MAX_NAMES])
     return f"Left out: {shown}" + (
-        f", and {len(left_out) - MAX_NAMES} more" if left_out[MAX_NAMES:] else ""
+        f", and {len(left_out) - _MAX_NAMES} more" if left_out[_MAX_NAMES:] else ""
     )
 
 
@@ -176,7 +176,7 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     scales = sum(name.endswith(KV_ENDS) for name in left_out)
     if scales:
         loss.append(f"{scales} KV scales were dropped")
-    return write_folder(folder, plan, None, UNQUANTIZED, loss, left_out, out)
+    return write_folder(folder, plan, None, _UNQUANTIZED, loss, left_out, out)
 
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
@@ -251,7 +251,7 @@ def check_convertible(model: QuantizedFolder, to: str) -> int:
     for linear in linears:
         if linear.block:
             message = f"{linear.name}: {to} is not written with FP8 in blocks"
-            command = f"annie-quant convert {folder.path} --to {UNQUANTIZED}"
+            command = f"annie-quant convert {folder.path} --to {_UNQUANTIZED}"
             raise CheckpointError(message, command)
     for linear in linears:
         if linear.pre_quant:

@@ -51,7 +51,7 @@ def is_awq(model: QuantizedFolder) -> bool:
     return model.config.algo == NVFP4_AWQ or any(x.pre_quant for x in model.linears.values())
 
 
-def vllm(model: QuantizedFolder) -> Rule:
+def _vllm(model: QuantizedFolder) -> Rule:
     folder = model.folder
     config = model.config
     if is_awq(model):
@@ -179,7 +179,7 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
 
 
 RULES = {
-    "vLLM": vllm,
+    "vLLM": _vllm,
     "SGLang": sglang,
     "runtimes on transformers 4.57": old_runtimes,
     "transformers": transformers,

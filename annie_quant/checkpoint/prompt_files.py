@@ -50,9 +50,9 @@ TOOL: JsonObject = {
 }
 SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
 USER: JsonObject = {"role": "user", "content": "Is it raining in Rome?"}
-CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
+_CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
 LATER_MESSAGES: list[JsonObject] = [
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "name": "get_weather", "content": "Rain."},
     {"role": "assistant", "content": "It is."},
     {"role": "user", "content": "And tomorrow?"},

@@ -22,7 +22,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 
-STYLES = ("old", "new")
+_STYLES = ("old", "new")
 PREPROCESSOR = "preprocessor_config.json"
 # Settings that a multimodal config.json keeps outside of text_config.
 OUTER = (
@@ -138,9 +138,9 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
 
     style: "old", "new", or None to keep the form and fix what disagrees.
     """
-    if style is not None and style not in STYLES:
+    if style is not None and style not in _STYLES:
         raise UsageError(
-            f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}"
+            f"there are no names called {style!r}", f"choose one of: {', '.join(_STYLES)}"
         )
     named = named_form(folder)
     family = folder.family

@@ -95,7 +95,7 @@ class BenchOptions(opt.Sides):
 
 
 # Options that are settings of a benchmark under the same name (bench.run).
-SETTINGS = (
+_SETTINGS = (
     "candidate",
     "reference",
     "incumbent",
@@ -133,7 +133,7 @@ def bench(options: BenchOptions) -> None:
         )
     backends = backends_of(options)
     workloads = workloads_of(options)
-    settings = opt.keywords_of(options, *SETTINGS)
+    settings = opt.keywords_of(options, *_SETTINGS)
     if options.aa:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
     if options.trace:

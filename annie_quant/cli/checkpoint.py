@@ -324,7 +324,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         console.print_lines(tables.evaluation_lines(result, job.checkpoint.name, console.width))
         for line in (
             *result.notes,
-            *summary_lines(result),
+            *_summary_lines(result),
             *([decode_speed.describe(speed)] if speed else []),
         ):
             console.note(line)
@@ -332,7 +332,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)
 
 
-def summary_lines(result: Evaluation) -> list[str]:
+def _summary_lines(result: Evaluation) -> list[str]:
     """Return a line per numerics and scored text, and per ensemble the gates whose counts differ between its members."""
     members = {}
     ranges = {}

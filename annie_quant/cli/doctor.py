@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from annie_quant.gemm.validate import Validation
     from annie_quant.ops.doctor import CheckResult
 
-MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
+_MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
 
 @Parameter(name="*")
@@ -92,7 +92,7 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
         if options.server is None:
             findings = checks.examine(options.log, progress=step)
         else:
-            findings, figures = check_server(options.server, options, step)
+            findings, figures = _check_server(options.server, options, step)
     if options.as_json:
         emit({"findings": findings, "fix_plan": checks.fix_plan(findings), **figures})
     else:
@@ -100,7 +100,7 @@ def doctor(options: DoctorOptions = DoctorOptions()) -> None:
     sys.exit(3 if any(f.level == "fault" for f in findings) else 0)
 
 
-def check_server(
+def _check_server(
     url: str, options: DoctorOptions, progress: Progress
 ) -> tuple[list[CheckResult], dict[str, object]]:
     """Return the findings about a running server, and what --json prints of its arithmetic."""
@@ -120,7 +120,7 @@ def check_server(
 
 def print_findings(findings: Iterable[CheckResult]) -> None:
     for finding in findings:
-        console.line(f"{finding.check}: {finding.message}", mark=MARKS[finding.level])
+        console.line(f"{finding.check}: {finding.message}", mark=_MARKS[finding.level])
         if finding.why:
             console.line(f"    {finding.why}")
         if finding.fix:

@@ -88,7 +88,7 @@ class QuantizeOptions:
 
 
 # Options that are settings of quantize.run under the same name.
-SETTINGS = (
+_SETTINGS = (
     "calib_data",
     "calib_samples",
     "calib_tokens",
@@ -143,7 +143,7 @@ def quantize(options: QuantizeOptions) -> None:
     ):
         console.note(note)
     with console.task(f"quantize ({strategy})") as step:
-        settings = keywords_of(options, *SETTINGS) | own
+        settings = keywords_of(options, *_SETTINGS) | own
         result = annie_quant.quantize.run(
             strategy, model, options.output, exclude=options.exclude_layers, report=step, **settings
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
 HEARTBEAT_S = 20.0  # a log without a new line for longer looks like a stopped program
-STYLES = {
+_STYLES = {
     ("keeps", "Keeps"): "green",
     ("loses", "Loses", "fragile", "Fragile", "misses"): "red",
     ("undecided",): "yellow",
@@ -216,7 +216,7 @@ class TerminalConsole:
 
         for line in lines:
             text = Text(shown(line))
-            for words, style in STYLES.items():
+            for words, style in _STYLES.items():
                 text.highlight_words(words, style)
             self.out.print(text, soft_wrap=True)
 

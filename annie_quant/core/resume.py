@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import read_whole_json, take_lock, write_json
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 KEY_FILE = "key.json"
 _BLOCK_BYTES = 64 << 10
@@ -60,7 +60,7 @@ def keyed_folder(folder: Path, key: object) -> Path:
     return folder
 
 
-def read_lines(path: str | os.PathLike[str], decode: Callable[[bytes, str], T]) -> list[T]:
+def read_lines(path: str | os.PathLike[str], decode: Callable[[bytes, str], _T]) -> list[_T]:
     """Return the values of a log's complete lines; the file is not changed.
 
     decode: called with each line and its place, for messages.
@@ -119,7 +119,7 @@ class JsonLines:
             end = start
         return 0
 
-    def values(self, decode: Callable[[bytes, str], T]) -> list[T]:
+    def values(self, decode: Callable[[bytes, str], _T]) -> list[_T]:
         """Return what the log has, as `read_lines` does."""
         return read_lines(self.path, decode)
 

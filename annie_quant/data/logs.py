@@ -42,7 +42,7 @@ MAX_LOG_LINE_BYTES = 16_000_000  # bytes
 MAX_CONVERSATION_CHARACTERS = (
     2_000_000  # of one conversation: over 256k tokens, more than any model reads
 )
-BATCH_ROWS = 256
+_BATCH_ROWS = 256
 ROW_LISTS = ("data", "train", "batch")  # fields of an object that is a file of rows
 PlacedRow = tuple[str, object]  # its place (file and line), and its content
 MAX_ROWS_BEFORE_FORM = 100  # that no source recognises
@@ -76,7 +76,7 @@ def read_logs(
     paths: Iterable[str | os.PathLike[str]],
     problems: Problems | None = None,
 ) -> Iterator[Conversation]:
-    """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
+    """Yield the conversations of log files. At most one record (Parquet: _BATCH_ROWS) is in memory.
 
     problems: counts what cannot be used, also conversations of more than
         MAX_CONVERSATION_CHARACTERS.
@@ -286,8 +286,8 @@ def _table_rows(path: Path, suffix: str) -> Iterator[PlacedRow]:
     rows = itertools.count(1)
     try:
         for batch in _batches(path, suffix):
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                for row in batch.slice(start, BATCH_ROWS).to_pylist():
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for row in batch.slice(start, _BATCH_ROWS).to_pylist():
                     yield f"{path.name}, row {next(rows)}", _without_none(row)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
@@ -298,7 +298,7 @@ def _batches(path: Path, suffix: str) -> Iterable[Any]:
     import pyarrow.parquet
 
     if suffix == ".parquet":
-        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS)
+        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS)
         return batches
     source = pyarrow.memory_map(str(path))
     try:

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 from annie_quant.core.secrets import FORMS, is_secret_name
 from annie_quant.documents import ChatMessage
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MASK = "[masked]"
 MIN_SECRET = 8  # characters of an environment variable's value
@@ -66,9 +66,9 @@ class Scanner:
         self._personal = personal
         self.counts: Counter[str] = Counter()
 
-    def masked(self, value: T) -> T:
+    def masked(self, value: _T) -> _T:
         """Return a JSON value without the secrets in its texts and property names."""
-        return cast("T", self._masked(value))
+        return cast("_T", self._masked(value))
 
     def _masked(self, value: object) -> object:
         if isinstance(value, str):

@@ -28,13 +28,13 @@ from annie_quant.judge.answers import parse_raw
 
 TEXT = "text"
 THOUGHT = "thought"
-CALL = "call"
+_CALL = "call"
 RESULT = "result"
 SKIPPED = "skipped"
-NO_TEXT = "an image or another file: only text can be evaluated"
+_NO_TEXT = "an image or another file: only text can be evaluated"
 PLACEHOLDER = "a placeholder of vLLM's log in place of an answer"
 
-ROLES = {
+_ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -42,7 +42,7 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-SHAREGPT_ROLES = ROLES | {
+SHAREGPT_ROLES = _ROLES | {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -62,13 +62,13 @@ MESSAGE_PARTS = {
     "output_text": (TEXT, "text"),
     "thinking": (THOUGHT, "thinking"),
     "redacted_thinking": (SKIPPED, ""),
-    "tool_use": (CALL, "input"),
+    "tool_use": (_CALL, "input"),
     "tool_result": (RESULT, "content"),
 }
 OTEL_PARTS = {
     "text": (TEXT, "content"),
     "reasoning": (THOUGHT, "content"),
-    "tool_call": (CALL, "arguments"),
+    "tool_call": (_CALL, "arguments"),
     "tool_call_response": (RESULT, "response"),
 }
 FILE_PARTS = names(
@@ -104,9 +104,9 @@ class MessageForm:
     parts: Mapping[str, tuple[str, str]]
 
 
-OPENAI = MessageForm("role", "content", ROLES, MESSAGE_PARTS)
+OPENAI = MessageForm("role", "content", _ROLES, MESSAGE_PARTS)
 SHAREGPT = MessageForm("from", "value", SHAREGPT_ROLES, {})
-OTEL = MessageForm("role", "parts", ROLES, OTEL_PARTS)
+OTEL = MessageForm("role", "parts", _ROLES, OTEL_PARTS)
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
 RESULT_FIELDS = ("tool_call_id", "tool_name")
@@ -157,7 +157,7 @@ def read_message(raw: object, form: MessageForm, notes: list[Note]) -> Iterator[
         if raw[name] not in (None, "", [], {}):
             notes.append(("fields", f"unknown field {name[:40]!r} of a message"))
     if any(raw.get(name) for name in FILE_FIELDS):
-        raise Unusable(NO_TEXT)
+        raise Unusable(_NO_TEXT)
     has_calls = any(raw.get(name) for name in CALL_FIELDS)
     has_thoughts = any(raw.get(name) for name in THOUGHT_FIELDS)
     if form.content not in raw and not (role == "assistant" and has_calls):
@@ -245,7 +245,7 @@ def _content_of(content: object, form: MessageForm) -> _Content:
 def _add_part(part: object, form: MessageForm, result: _Content) -> None:
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     if kind in FILE_PARTS:
-        raise Unusable(NO_TEXT)
+        raise Unusable(_NO_TEXT)
     if not isinstance(part, Mapping) or kind not in form.parts:
         raise Unusable(f"unknown type {kind[:40]!r} of content")
     meaning, name = form.parts[kind]
@@ -260,7 +260,7 @@ def _add_part(part: object, form: MessageForm, result: _Content) -> None:
         result.thoughts.append(
             _content_of(nested, OPENAI).text if is_list else _text_in(part, name)
         )
-    elif meaning == CALL:
+    elif meaning == _CALL:
         result.calls.append(flat_call({**part, "arguments": part[name]}))
     elif meaning == RESULT:
         identity = _name_in(part, "tool_use_id") or _name_in(part, "id")

@@ -30,7 +30,7 @@ EXPORT_LEVELS = (
     ("resourceSpans", "scopeSpans", "spans"),
     ("resourceLogs", "scopeLogs", "logRecords"),
 )
-TIME_FIELDS = ("startTimeUnixNano", "timeUnixNano", "observedTimeUnixNano")
+_TIME_FIELDS = ("startTimeUnixNano", "timeUnixNano", "observedTimeUnixNano")
 MAX_VALUE_DEPTH = 32
 
 
@@ -97,7 +97,7 @@ def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
             known = any(name in names or name.startswith(OLDER) for name in attributes)
             if known:
                 yield (
-                    (_integer(next(filter(None, map(call.get, TIME_FIELDS)), 0)) or 0) / 1e9,
+                    (_integer(next(filter(None, map(call.get, _TIME_FIELDS)), 0)) or 0) / 1e9,
                     attributes,
                 )
 

@@ -31,7 +31,7 @@ from annie_quant.data.sources import conversation_of
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream.texts import MAX_NAME
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
@@ -183,7 +183,7 @@ def answer_of_body(body: bytes) -> LoggedAnswer:
     return message, reason[:MAX_NAME] if reason else None
 
 
-def without_keys(value: T, secrets: Redactor) -> T:
+def without_keys(value: _T, secrets: Redactor) -> _T:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
@@ -203,7 +203,7 @@ def without_keys(value: T, secrets: Redactor) -> T:
         i = next(positions)
         return _cut(texts[i], spans[i]) if i in spans else text
 
-    return cast("T", changed_texts(value, masked))
+    return cast("_T", changed_texts(value, masked))
 
 
 def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:

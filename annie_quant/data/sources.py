@@ -29,7 +29,7 @@ from annie_quant.data.tool_forms import tools_of
 
 Path = tuple[str, ...]  # names of fields, one inside the other
 
-TIME_FIELDS = ("time", "timestamp", "start_time", "startTime", "created_at", "created")
+_TIME_FIELDS = ("time", "timestamp", "start_time", "startTime", "created_at", "created")
 LLAMA_CPP = "log_server_r"  # the field of a row that logs.py makes of llama.cpp's text log
 # Fields of a record that are known and not read: a request's settings, and who, when, and how long.
 RECORD_METADATA = names(
@@ -46,7 +46,7 @@ _TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Envelope:
+class _Envelope:
     """Where a source's record has its request and its answer.
 
     requests: places of the object with `messages`, the first one that has them counts.
@@ -58,13 +58,13 @@ class Envelope:
     answers: Sequence[Path] = (("response",), ("response_body",), ("output",), ("completion",))
 
 
-CHAT = Envelope()
-LITELLM = Envelope(
+CHAT = _Envelope()
+LITELLM = _Envelope(
     requests=(("proxy_server_request", "body"), ("proxy_server_request",), ()),
     tools=(("model_parameters", "tools"), ("optional_params", "tools")),
     answers=(("response",),),
 )
-LANGFUSE = Envelope(
+LANGFUSE = _Envelope(
     requests=(("input",),), tools=(("modelParameters", "tools"),), answers=(("output",),)
 )
 LITELLM_CALLS = ("completion", "acompletion")
@@ -91,7 +91,7 @@ def conversation_of(record: object) -> Conversation:
     return _read_envelope(record, CHAT)
 
 
-def _read_envelope(record: JsonObject, envelope: Envelope) -> Conversation:
+def _read_envelope(record: JsonObject, envelope: _Envelope) -> Conversation:
     request = _request(record, envelope)
     notes: list[Note] = []
     messages = read_messages(_decoded(request["messages"]), OPENAI, notes)
@@ -155,7 +155,7 @@ def _add_answer(messages: list[Any], answer: LoggedAnswer | None, notes: list[No
         messages += read_message(answer[0], OPENAI, notes)
 
 
-def _request(record: JsonObject, envelope: Envelope) -> JsonObject:
+def _request(record: JsonObject, envelope: _Envelope) -> JsonObject:
     """Return the object with the messages."""
     for path in envelope.requests:
         value = _at(record, path)
@@ -167,11 +167,11 @@ def _request(record: JsonObject, envelope: Envelope) -> JsonObject:
 
 
 def _note_unknown(
-    record: JsonObject, request: JsonObject, envelope: Envelope, notes: list[Note]
+    record: JsonObject, request: JsonObject, envelope: _Envelope, notes: list[Note]
 ) -> None:
     places = (*envelope.requests, *envelope.answers, *envelope.tools)
     read = {path[0] for path in places if path} | {"messages", "system", "system_prompt", "choices"}
-    known = RECORD_METADATA | {*read, *TIME_FIELDS, "functions", "tools"}
+    known = RECORD_METADATA | {*read, *_TIME_FIELDS, "functions", "tools"}
     parts = (record, request) if envelope is CHAT else (request,) * (request is not record)
     for name in sorted({name for part in parts for name in part.keys() - known}):
         notes.append(("fields", f"unknown field {name[:40]!r} of a record"))
@@ -199,7 +199,7 @@ def _time(record: Fields) -> float | None:
 
     Records have ISO 8601, or a number of seconds or milliseconds.
     """
-    logged = next((record[key] for key in TIME_FIELDS if record.get(key) is not None), None)
+    logged = next((record[key] for key in _TIME_FIELDS if record.get(key) is not None), None)
     if isinstance(logged, str):
         try:
             return datetime.datetime.fromisoformat(logged.replace("Z", "+00:00")).timestamp()
@@ -213,7 +213,7 @@ def _time(record: Fields) -> float | None:
 # ---- the sources
 
 
-def _has_messages(record: JsonObject, envelope: Envelope) -> bool:
+def _has_messages(record: JsonObject, envelope: _Envelope) -> bool:
     try:
         _request(record, envelope)
     except Unusable:
@@ -237,7 +237,7 @@ def _read_sharegpt(row: JsonObject) -> Conversation:
     first = turns[0] if isinstance(turns, list) and turns else None
     form = SHAREGPT if isinstance(first, Mapping) and "from" in first else OPENAI
     messages = read_messages(turns, form, notes)
-    known = RECORD_METADATA | {*SHAREGPT_LISTS, *TIME_FIELDS, "tools", "system", "system_prompt"}
+    known = RECORD_METADATA | {*SHAREGPT_LISTS, *_TIME_FIELDS, "tools", "system", "system_prompt"}
     notes += [
         ("fields", f"unknown field {n[:40]!r} of a record") for n in sorted(row.keys() - known)
     ]

@@ -26,7 +26,7 @@ from annie_quant.documents import ChatMessage
 
 AFTER_A_FAULT = "after a row that cannot be read"
 # Of Claude Code's rows, which it writes as a user's message.
-COMMANDS = ("<command-name>", "<command-message>", "<local-command-", "<bash-input>", "<bash-std")
+_COMMANDS = ("<command-name>", "<command-message>", "<local-command-", "<bash-input>", "<bash-std")
 
 
 Draft = Callable[[], Conversation]  # raises Unusable
@@ -113,7 +113,7 @@ class ClaudeCode:
         if row.get("isApiErrorMessage") or message.get("model") == "<synthetic>":
             return "an error in place of an answer"
         content = message.get("content")
-        is_command = isinstance(content, str) and content.lstrip().startswith(COMMANDS)
+        is_command = isinstance(content, str) and content.lstrip().startswith(_COMMANDS)
         if row.get("isMeta") or is_command:
             return "Claude Code's own message"
         return ""

@@ -63,7 +63,7 @@ from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.judge.library import FOLDER, build_workload
 from annie_quant.judge.workloads import Case, Turn, Workload
 
-PathLike = str | os.PathLike[str]
+_PathLike = str | os.PathLike[str]
 WORKLOADS = "workloads"  # the folder next to a persona's file
 N_GENERATED = 120  # cases per workload made from a persona's tools
 GATE_SPLIT = "gate"
@@ -76,8 +76,8 @@ MIN_RARE_CASES = 60  # cases with several calls, or with results; a verdict abou
 
 
 def resolve(
-    persona: PathLike | Persona | None = None,
-    workloads: PathLike | Iterable[PathLike | Workload] | None = None,
+    persona: _PathLike | Persona | None = None,
+    workloads: _PathLike | Iterable[_PathLike | Workload] | None = None,
 ) -> list[Workload]:
     """Return the workloads of a persona, or the named ones.
 
@@ -165,7 +165,7 @@ def check_checkpoint(
     return mismatch
 
 
-def _items(workloads: PathLike | Iterable[PathLike | Workload]) -> list[PathLike | Workload]:
+def _items(workloads: _PathLike | Iterable[_PathLike | Workload]) -> list[_PathLike | Workload]:
     if isinstance(workloads, str) and workloads.startswith("bfcl:"):
         return [workloads]  # its categories have commas
     if isinstance(workloads, str):
@@ -173,7 +173,7 @@ def _items(workloads: PathLike | Iterable[PathLike | Workload]) -> list[PathLike
     return [workloads] if isinstance(workloads, os.PathLike) else list(workloads)
 
 
-def _load(item: PathLike | Workload) -> list[Workload]:
+def _load(item: _PathLike | Workload) -> list[Workload]:
     if isinstance(item, Workload):
         return [item]
     path = Path(item)

@@ -32,7 +32,7 @@ JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
 # would misread the new one.
 SCHEMA_VERSION = 2
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _BYTE = re.compile(r" ?\(byte (\d+)\)")
 _PACKAGE = re.compile(r"\d+(\.\d+){1,3}")  # a version of this package
@@ -40,13 +40,13 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
 def decode(
-    kind: type[T],
+    kind: type[_T],
     source: bytes | str | os.PathLike[str],
     where: str = "",
     *,
     error: type[AnnieError] = EnvironmentFault,
     hint: str = "",
-) -> T:
+) -> _T:
     """Decode one JSON document.
 
     kind: a type of this package.
@@ -69,13 +69,13 @@ def decode(
 
 
 def convert(
-    kind: type[T],
+    kind: type[_T],
     document: object,
     where: str = "",
     *,
     error: type[AnnieError] = EnvironmentFault,
     hint: str = "",
-) -> T:
+) -> _T:
     """Return `document`, as JSON decodes it, as a value of `kind`; faults as in `decode`."""
     with _one_line_errors(where, error, hint):
         return _convert(kind, document, where)
@@ -86,7 +86,7 @@ def is_versioned(kind: type[object]) -> bool:
     return "schema_version" in getattr(kind, "__struct_fields__", ())
 
 
-def _convert(kind: type[T], document: object, where: str) -> T:
+def _convert(kind: type[_T], document: object, where: str) -> _T:
     document = upgrade(kind, document, where)
     try:
         return msgspec.convert(document, kind)
@@ -233,7 +233,7 @@ MAX_FIGURE = 1e15  # of a figure: with larger ones sums and charts would not be 
 _MISFIT = object()
 
 
-def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
+def salvage(kind: type[_T], path: str | os.PathLike[str]) -> _T | None:
     """Decode a JSON document; invalid fields and entries, and numbers that are not finite, count as missing.
 
     Returns None where the file does not exist, or where a required field is invalid. Raises
@@ -250,7 +250,7 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     return None if value is _MISFIT else value
 
 
-def salvage_value(kind: type[T], value: object) -> T | None:
+def salvage_value(kind: type[_T], value: object) -> _T | None:
     """Return a decoded JSON value as `kind`, without invalid fields and entries; None where a required field is invalid."""
     try:
         fit = _fit(kind, value)
@@ -259,7 +259,7 @@ def salvage_value(kind: type[T], value: object) -> T | None:
     return None if fit is _MISFIT else fit
 
 
-def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
+def salvage_or_default(kind: type[_T], path: str | os.PathLike[str]) -> _T:
     """Return salvage(), or kind() where the file is missing, cannot be read or is not JSON."""
     try:
         return salvage(kind, path) or kind()
@@ -267,7 +267,7 @@ def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
         return kind()
 
 
-def salvage_line(kind: type[T], line: bytes) -> T:
+def salvage_line(kind: type[_T], line: bytes) -> _T:
     """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
 
     Raises ValueError for a line that is not JSON, or has another type.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 Out = TypeVar("Out", DeviceArray, View, "torch.Tensor")
-GROUP = 16
+_GROUP = 16
 FAULT_NUMBERS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}
 # as AQ_GEMM_* in csrc/gemm/gemm.h
@@ -91,12 +91,12 @@ def _codes_and_scales(
     c = _operand(codes, f"{name}codes", ("uint8",), (None, None))
     n, bytes_of_row = c.shape
     k = bytes_of_row * 2
-    if k == 0 or n == 0 or k % GROUP:
+    if k == 0 or n == 0 or k % _GROUP:
         raise UsageError(
-            f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}"
+            f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {_GROUP}"
         )
     dtypes = ("uint8", "float8_e4m3fn")
-    s = _operand(block_scale, f"{name}block_scale", dtypes, (n, k // GROUP), align=4)
+    s = _operand(block_scale, f"{name}block_scale", dtypes, (n, k // _GROUP), align=4)
     return c, s, n, k
 
 
@@ -157,7 +157,7 @@ class Weight:
         with CurrentDevice(self.device):
             bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULT_NUMBERS[fault], on)
         if bad is not None:
-            row, block = divmod(bad[1], self.k // GROUP)
+            row, block = divmod(bad[1], self.k // _GROUP)
             raise UsageError(
                 f"block_scale is NaN or negative at row {row}, block {block}",
                 "annie-quant audit DIR --repair",
@@ -344,16 +344,16 @@ def fake_quant(
     """
     need_device()
     v = _operand(x, "x", _FLOATS, None)
-    if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
+    if not v.shape or v.shape[-1] == 0 or v.shape[-1] % _GROUP:
         raise UsageError(
-            f"x has shape {list(v.shape)}; the last dimension must be a positive multiple of {GROUP}"
+            f"x has shape {list(v.shape)}; the last dimension must be a positive multiple of {_GROUP}"
         )
     scale = _positive(tensor_scale, "tensor_scale")
     result = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
     o = _operand(result, "out", (v.dtype,), v.shape)
     in_place = o.ptr == v.ptr  # then each thread reads its block before it writes it
     device = _shared_device({"out": o}, {} if in_place else {"x": v})
-    blocks = math.prod(v.shape) // GROUP
+    blocks = math.prod(v.shape) // _GROUP
     if blocks:
         on = launch_stream((v, o), stream)
         with CurrentDevice(device):

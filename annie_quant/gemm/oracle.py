@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from annie_quant.gemm.torch_op import Prepared
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
-GROUP = 16
+_GROUP = 16
 
 
 def e2m1(codes: np.ndarray) -> np.ndarray:
@@ -50,7 +50,9 @@ def e4m3(scales: np.ndarray) -> np.ndarray:
 def dequantize(codes: np.ndarray, block_scale: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray:
     """Return e2m1 * e4m3 * tensor_scale as float64 [N, K], which is exact."""
     return (
-        e2m1(codes) * np.repeat(e4m3(block_scale), GROUP, axis=-1) * float(np.float32(tensor_scale))
+        e2m1(codes)
+        * np.repeat(e4m3(block_scale), _GROUP, axis=-1)
+        * float(np.float32(tensor_scale))
     )
 
 
@@ -86,7 +88,7 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
     """Return codes uint8 [n, k/2] and a wide range of scales uint8 [n, k/16]."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(
-        0x20, 0x50, (n, k // GROUP), dtype=np.uint8
+        0x20, 0x50, (n, k // _GROUP), dtype=np.uint8
     )
 
 
@@ -118,7 +120,7 @@ def dequantize_in_torch(codes: Tensor, block_scale: Tensor, tensor_scale: float)
     table = torch.tensor([*MAGNITUDES, *-MAGNITUDES], dtype=torch.float64, device=codes.device)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     scales = block_scale.view(torch.float8_e4m3fn).float().double() * tensor_scale
-    return table[nibbles.int()] * scales.repeat_interleave(GROUP, 1)
+    return table[nibbles.int()] * scales.repeat_interleave(_GROUP, 1)
 
 
 def error_in_bounds(result: Tensor, x: Tensor, w: Tensor) -> float:

@@ -187,10 +187,10 @@ LIVE = (
     "live_irrelevance",
 )
 MAX_TOKENS = 512
-GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
+_GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
 # What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are
 # the reference.
-MULTI_TURN_GATES = (*GATES, "same_tool", "same_arguments", "same_validity")
+MULTI_TURN_GATES = (*_GATES, "same_tool", "same_arguments", "same_validity")
 _TYPES = {
     "dict": "object",
     "float": "number",
@@ -231,7 +231,7 @@ def load(
         thinking=False,
         max_tokens=MAX_TOKENS,
         temperature=0,
-        gates=MULTI_TURN_GATES if set(names) & set(MULTI_TURN) else GATES,
+        gates=MULTI_TURN_GATES if set(names) & set(MULTI_TURN) else _GATES,
         cases=tuple(cases),
         sha256=sha256_text(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True)),
         default=False,

@@ -31,7 +31,7 @@ SCALE_OFFSETS = (
 )  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 # kinds of a quantized KV cache
-FP8 = "fp8"
+_FP8 = "fp8"
 NVFP4 = "nvfp4"
 Round = Callable[[torch.Tensor], torch.Tensor]
 CacheRounding = Callable[
@@ -258,7 +258,7 @@ def cache_rounding(kind: str) -> CacheRounding:
     """
     if kind == "float32":
         return lambda module, key, value: (key, value)
-    if kind not in (FP8, NVFP4):
+    if kind not in (_FP8, NVFP4):
         dtype = getattr(torch, kind)
         return lambda module, key, value: (
             key.to(dtype).to(key.dtype),
@@ -285,7 +285,7 @@ def scale_of(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 def round_one(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
     scale = scale.to(x.device)
-    if kind == FP8:
+    if kind == _FP8:
         return fake_quant_fp8(x, scale)
     return fake_quant(x.contiguous(), float(scale))
 

@@ -121,7 +121,7 @@ MAX_DECODED_COLUMNS = 1 << 19
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 # What an H200 computes while the kernels of one forward through eight layers are launched.
 LAUNCH_FLOP = 5e11
-BATCH_ROWS = 128
+_BATCH_ROWS = 128
 MAX_BATCH_ROWS = (
     512  # on a GPU, which computes a step of many rows in little more time than one of few
 )
@@ -154,7 +154,7 @@ class Engine:
     """A model with its batching.
 
     tokens: most tokens (rows x length) per forward; None: CPU_FORWARD_TOKENS, on a GPU more for a small model.
-    rows: most rows per batch; None: BATCH_ROWS, on a GPU as many as fit, up to MAX_BATCH_ROWS.
+    rows: most rows per batch; None: _BATCH_ROWS, on a GPU as many as fit, up to MAX_BATCH_ROWS.
     fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.advance_fixed).
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
@@ -204,12 +204,12 @@ class Engine:
         self.fixed_buffers = self.captures and as_it_is and hasattr(model.base_model, "layers")
 
     def rows_that_fit(self) -> int:
-        """Return BATCH_ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_BATCH_ROWS."""
+        """Return _BATCH_ROWS, on a GPU as many rows as a share of the free memory has room for, at most MAX_BATCH_ROWS."""
         if self.device.type != "cuda":
-            return BATCH_ROWS
+            return _BATCH_ROWS
         free = torch.cuda.mem_get_info(self.device)[0]
         fitting = int(ROWS_SHARE * free / (self.token_bytes() * ROW_TOKENS))
-        return max(BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % BATCH_ROWS))
+        return max(_BATCH_ROWS, min(MAX_BATCH_ROWS, fitting - fitting % _BATCH_ROWS))
 
     def decoded_rows(self, columns: int) -> int:
         """Return how many rows of `columns` tokens are decoded together."""

@@ -154,7 +154,7 @@ def compare_with_server(
     answers: the tokens that the server chose after each prompt. logprobs: per answer and token, {token id: log-probability}.
     family: "vllm" or "llama.cpp", the server's kind; "" for unknown.
     """
-    served = served_answers(prompts, answers, logprobs)
+    served = _served_answers(prompts, answers, logprobs)
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
     names = named_profiles(available)
@@ -179,7 +179,7 @@ def compare_with_server(
     )
 
 
-def served_answers(
+def _served_answers(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[Mapping[int, float]]],

@@ -260,7 +260,7 @@ ENDS = (
     "<|end|>",
     "</s>",
 )
-TEMPLATE = "add one: gguf_new_metadata.py --chat-template-file FILE (llama.cpp's gguf-py)"
+_TEMPLATE = "add one: gguf_new_metadata.py --chat-template-file FILE (llama.cpp's gguf-py)"
 
 
 def convert_gguf(
@@ -364,7 +364,7 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
         )
     if not gguf_value(reader, "tokenizer.chat_template", ""):
         raise CheckpointError(
-            f"{path}: no chat template, so conversations cannot be rendered", TEMPLATE
+            f"{path}: no chat template, so conversations cannot be rendered", _TEMPLATE
         )
     return architecture
 

@@ -28,7 +28,7 @@ from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template
 
-MAX_NAMES = 3  # of prompts in one message
+_MAX_NAMES = 3  # of prompts in one message
 StrPath = str | os.PathLike[str]
 
 
@@ -226,8 +226,8 @@ def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
         )
     other = _other_prompts(own, template, answered)
     if other:
-        names = ", ".join(other[:MAX_NAMES])
-        if len(other) > MAX_NAMES:
+        names = ", ".join(other[:_MAX_NAMES])
+        if len(other) > _MAX_NAMES:
             names += ", ..."
         blocking.append(
             f"the checkpoint's own tokenizer and chat template give other tokens for {len(other)} of {len(answered)} prompts "

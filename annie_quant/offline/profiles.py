@@ -23,7 +23,7 @@ Q8_0 = "q8_0"
 NVFP4_SEARCHED = "nvfp4 (searched)"
 # of Profile.beta
 FLOAT32 = "float32"
-BFLOAT16 = "bfloat16"
+_BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def in_bfloat16(profile: Profile) -> Profile:
 def with_rounded_beta(profile: Profile) -> Profile:
     """Return the profile with beta rounded once, where its stream is bfloat16 and its beta is not rounded."""
     rounds = profile.stream == "bfloat16" and profile.beta == FLOAT32
-    return dataclasses.replace(profile, beta=BFLOAT16) if rounds else profile
+    return dataclasses.replace(profile, beta=_BFLOAT16) if rounds else profile
 
 
 def profile_of(model: object) -> Profile:

@@ -53,7 +53,7 @@ FALSE_ALARM = 0.005
 # Posterior probability from which an explanation, or a cause, counts as the right one.
 CERTAIN = 0.85
 # Open explanations are shown from this share of the likeliest one's probability on.
-SHOWN = 0.3
+_MAX_SHOWN = 0.3
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
 PAIR = 0.2
 KNOWN_PAIR = 0.5
@@ -268,7 +268,9 @@ class _CauseSearch:
             return Conclusion(named, untested=untested)
         order = self.posterior.argsort()[::-1][:5].tolist()
         likely = [
-            self.explanations[i] for i in order if self.posterior[i] > SHOWN * self.posterior[best]
+            self.explanations[i]
+            for i in order
+            if self.posterior[i] > _MAX_SHOWN * self.posterior[best]
         ]
         unfinished = "the arms do not tell the explanations apart" if left > 0 else USED_UP
         return Conclusion(
@@ -316,7 +318,7 @@ def _explanations(active: Factors) -> tuple[list[tuple[int, ...]], np.ndarray, n
 
 FILE = "attribution.json"
 # Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.
-MARGIN = 0.05
+_MARGIN = 0.05
 HANGS = 3  # requests without an answer in a row after which a server counts as hanging
 
 
@@ -374,10 +376,10 @@ class AttributionRun:
                 step, [name for name in names if name not in untested_factors(names, self.results)]
             )
             self.results.append(result)
-            self.progress.message(f"{arm_name(step)}: {outcome(result)}")
+            self.progress.message(f"{arm_name(step)}: {_outcome(result)}")
         most = self.answers[max(self.answers, key=lambda key: len(key[0]))]
         attribution = Attribution(
-            sentence=sentence(step, self.results),
+            sentence=_sentence(step, self.results),
             guilty=bool(step.causes or step.open) or any(is_broken(r) for r in self.results),
             conclusion=step,
             varied=self.target.varied,
@@ -511,7 +513,7 @@ def compare_answers(
     n, lost, won = counts[True]
     n_same, lost_same, won_same = counts[False]
     p_values = [mcnemar(lost, won)] * bool(n) + [
-        excess_loss(lost_same, n_same, MARGIN, won_same)
+        excess_loss(lost_same, n_same, _MARGIN, won_same)
     ] * bool(n_same)
     p = min(
         [1.0, *(len(p_values) * p for p in p_values)]
@@ -526,7 +528,7 @@ def is_broken(result: ArmResult) -> bool:
     return result.valid and result.effect is not None and result.effect.broken
 
 
-def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
+def _sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     """Return the result in one sentence."""
     effects = {r.factors: r.effect for r in results if r.valid and r.effect and r.factors}
     noise = next(
@@ -569,7 +571,7 @@ def broke(cause: Factors, effect: Effect) -> str:
     )
 
 
-def outcome(result: ArmResult) -> str:
+def _outcome(result: ArmResult) -> str:
     """Return what an arm showed."""
     if result.failure:
         return f"no answers: {result.failure}"
@@ -584,5 +586,5 @@ def outcome(result: ArmResult) -> str:
 
 def lines(result: Attribution) -> list[str]:
     """Return what was measured: each arm, what could not be tested, and what cannot be changed."""
-    words = {"arm_name": arm_name, "outcome": outcome, "is_broken": is_broken, "title": title}
+    words = {"arm_name": arm_name, "outcome": _outcome, "is_broken": is_broken, "title": title}
     return render_text("attribution.txt", result=result, **words).splitlines()

@@ -265,7 +265,7 @@ def as_served(runtime: str, words: Sequence[str]) -> dict[str, str]:
 
 # ---- how the embedded llama.cpp is told: arguments of LlamaCpp.start
 
-LLAMA_CPP: dict[str, Callable[[str], tuple[str, object]]] = {
+_LLAMA_CPP: dict[str, Callable[[str], tuple[str, object]]] = {
     "template": lambda value: ("template", Path(value)),
     "parser": lambda value: ("parse_calls", value != "none"),
     "kv": lambda value: ("kv_type", "f16" if value == "auto" else value),
@@ -275,7 +275,7 @@ LLAMA_CPP: dict[str, Callable[[str], tuple[str, object]]] = {
 
 
 def llama_cpp_options(values: Mapping[str, str]) -> dict[str, object]:
-    return dict(LLAMA_CPP[name](value) for name, value in values.items() if name in LLAMA_CPP)
+    return dict(_LLAMA_CPP[name](value) for name, value in values.items() if name in _LLAMA_CPP)
 
 
 # ---- the values of a user
@@ -324,7 +324,7 @@ def vary(
 
 # ---- servers
 
-Sides = tuple[Choices, Choices]  # of the trusted side and of the suspect
+_Sides = tuple[Choices, Choices]  # of the trusted side and of the suspect
 BATCH = "8"  # requests in flight of the suspect, where a server takes several
 _PLACEHOLDER = re.compile(r"\{([a-z_]\w*)\}")
 
@@ -343,7 +343,7 @@ class RuntimeTarget:
         self,
         runtime: str,
         models: tuple[Path, Path | None],
-        choices: Sides,
+        choices: _Sides,
         folder: Path,
         recipe: str | None = None,
     ) -> None:
@@ -357,7 +357,7 @@ class RuntimeTarget:
             "prefix",
             "batch",
             "sampling",
-            *SETTINGS.get(self.runtime.name, LLAMA_CPP),
+            *SETTINGS.get(self.runtime.name, _LLAMA_CPP),
         }
         reason = f"{runtime} has no option for it here"
         self.fixed = fixed_factors(known, [*trusted, *suspect], f"for {runtime}", reason)
@@ -397,7 +397,7 @@ class RuntimeTarget:
             yield server.url
 
 
-def _templates(reference: Path, checkpoint: Path, folder: Path) -> Sides:
+def _templates(reference: Path, checkpoint: Path, folder: Path) -> _Sides:
     """Return the factor `template` of both sides where their models' templates differ: else it would be the weights' fault."""
     good = template_text(reference)
     bad = template_text(checkpoint)

@@ -47,7 +47,7 @@ OTHER = {
     "nvfp4": "fp8",
     "fp8": "fp4",
 }  # format of a linear → part of the names of classes for another format
-SHOWN = 3
+_MAX_SHOWN = 3
 
 
 class Props(msgspec.Struct):
@@ -104,7 +104,7 @@ def check_served(
     else:
         loaded += check_info(info, checkpoint)
         drafts = check_accepted(info, NOT_ACCEPTED)
-    return [*loaded, answers, drafts, *faults_of(who, ModelFolder(checkpoint).family)], result
+    return [*loaded, answers, drafts, *_faults_of(who, ModelFolder(checkpoint).family)], result
 
 
 # ---- what vLLM loaded
@@ -144,27 +144,27 @@ def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[
         why = "the server loaded another folder than --checkpoint"
         yield fault(
             TENSORS,
-            f"{count(unknown, 'loaded tensor')} not in the checkpoint",
+            f"{_count(unknown, 'loaded tensor')} not in the checkpoint",
             why,
             "compare the two folders",
         )
     if lost:
         yield fault(
             TENSORS,
-            f"{count(lost, 'tensor')} written into no parameter",
+            f"{_count(lost, 'tensor')} written into no parameter",
             "vLLM drops them without an error",
             fix,
         )
     if incomplete:
         why = "they have whatever was in memory, or an initial value"
         yield fault(
-            TENSORS, f"{count(incomplete, 'parameter')} without all of their values", why, fix
+            TENSORS, f"{_count(incomplete, 'parameter')} without all of their values", why, fix
         )
     if not (unknown or lost or incomplete):
         yield ok(TENSORS, f"all {len(used)} loaded, and every parameter has its values")
     if optional:
         why = "a head for drafts, a vision tower or scales of a KV cache is not part of a server that was started without it"
-        yield note(TENSORS, f"{count(optional, 'tensor')} not loaded", why)
+        yield note(TENSORS, f"{_count(optional, 'tensor')} not loaded", why)
 
 
 def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResult:
@@ -184,7 +184,7 @@ def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResu
     if wrong:
         return fault(
             FORMATS,
-            f"{count(wrong, 'linear')} of another format; {listed}",
+            f"{_count(wrong, 'linear')} of another format; {listed}",
             "it is not what the checkpoint holds",
             "start the server without an option that quantizes",
         )
@@ -212,10 +212,12 @@ def members(model: QuantizedFolder, module: str) -> list[str]:
     return [f"{layer}.{member}" for member in model.folder.family.fused[name]]
 
 
-def count(names: Iterable[str], what: str) -> str:
+def _count(names: Iterable[str], what: str) -> str:
     """Return "3 tensors, such as a, b": the number and the first names."""
     names = list(names)
-    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''})"
+    plural = "s" if len(names) > 1 else ""
+    more = " ..." if len(names) > _MAX_SHOWN else ""
+    return f"{len(names)} {what}{plural} ({', '.join(names[:_MAX_SHOWN])}{more})"
 
 
 # ---- the file that llama.cpp loaded
@@ -253,7 +255,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
     convert = f"annie-quant convert {checkpoint} --to gguf"
     findings = []
     if wrong:
-        worst = sorted(wrong, key=lambda t: -t.error)[:SHOWN]
+        worst = sorted(wrong, key=lambda t: -t.error)[:_MAX_SHOWN]
         listed = ", ".join(f"{t.name} {t.format} {t.error:.2g}" for t in worst)
         message = f"{len(wrong)} of {len(content.tensors)} tensors have other values than the checkpoint's ({listed}: relative L2)"
         findings.append(
@@ -265,7 +267,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
             findings.append(
                 fault(
                     TENSORS,
-                    f"{count(names, what)} {where}",
+                    f"{_count(names, what)} {where}",
                     "the server computes another model",
                     convert,
                 )
@@ -276,7 +278,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
         )
         findings.append(ok(TENSORS, message))
     if near:
-        listed = ", ".join(f"{t.name} {t.format}" for t in near[:SHOWN])
+        listed = ", ".join(f"{t.name} {t.format}" for t in near[:_MAX_SHOWN])
         findings.append(
             note(
                 TENSORS, f"{len(near)} are stored in another format, within its rounding ({listed})"
@@ -286,7 +288,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
         findings.append(
             note(
                 TENSORS,
-                f"{count(auxiliary, 'tensor')} not in the file",
+                f"{_count(auxiliary, 'tensor')} not in the file",
                 "it drafts and sees nothing without them",
             )
         )
@@ -304,14 +306,14 @@ DRAFTS = "drafts"
 NOT_ACCEPTED = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
 # tokens per answer, and answers
 N_DRAFTED = 32
-N_PROMPTS = 8
+_N_PROMPTS = 8
 
 
 def check_drafts(
     root: str, served: server_checks.Served, headers: Mapping[str, str] | None = None
 ) -> CheckResult:
     """Return how many drafted tokens a server accepts, while it answers some of the prompts that it has answered before."""
-    prompts = served.prompts[:N_PROMPTS]
+    prompts = served.prompts[:_N_PROMPTS]
     if served.family == "llama.cpp":
         bodies = [server_checks.native_body(p, N_DRAFTED) for p in prompts]
         replies = server_checks.post(root + server_checks.NATIVE, bodies, headers)
@@ -364,13 +366,13 @@ def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[
     )
     what = f"{message}, weights in {who.format}" if who.format else message
     add = "add --checkpoint DIR, the folder that it serves"
-    findings = [ok("server", what), *faults_of(who, None)]
+    findings = [ok("server", what), *_faults_of(who, None)]
     if info:
         findings += [*check_info(info), check_accepted(info, NOT_ACCEPTED)]
     return [*findings, note(TENSORS, "not compared", "no checkpoint is named", add)]
 
 
-def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
+def _faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
     """Return the known faults of a running server's version with this kind of model, and with this machine's GPU if it has one."""
     if who.runtime not in ("vllm", "sglang") or not who.version:
         return []

@@ -29,7 +29,7 @@ from annie_quant.stream.client import fetch
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 HEALTH = "/health"
 STOP_S = 10.0  # longer than the supervisor's own limit, so that it can remove a container
-POLL_S = 0.02
+_POLL_S = 0.02
 PROBE_S = 2.0
 PHASE_S = 0.5
 # Words in log lines about errors; the first such line is the cause, later ones are consequences.
@@ -161,7 +161,7 @@ def wait_ready(
                 )
                 if phase != previous:
                     progress.message(phase)
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         raise ServerError(
             f"{server.name} was not ready in {timeout_s:g} s ({known_faults.phase(read(server.log))}): {cause_line(server.log)}",
             f"{hint(server.log)}, or use a longer timeout",

@@ -121,7 +121,7 @@ def load_recipes(runtime: str) -> dict[str, ServingRecipe]:
     )
 
 
-def choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]:
+def _choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]:
     """Return a recipe and its name; None: the newest dated one. Raises UsageError for an unknown name."""
     known = load_recipes(runtime)
     name = recipe or max(n for n in known if n.replace("-", "").isdigit())
@@ -149,7 +149,7 @@ class RecipeRuntime:
     parsers: Mapping[Form, str] = field(default_factory=dict)
 
     def find(self, recipe: str | None) -> ServingRecipe:
-        return choose(self.name, recipe)[1]
+        return _choose(self.name, recipe)[1]
 
     def check_folder(self, model: Path) -> None:
         if not (model / "config.json").is_file():
@@ -199,7 +199,7 @@ class RecipeRuntime:
         The notes are the recipe with its date and who ran it, and findings that the server tolerates. Raises CheckpointError where
         the server does not load the checkpoint (annie_quant.checkpoint.loader_support); a server without a rule there is a note.
         """
-        name, chosen = choose(self.name, recipe)
+        name, chosen = _choose(self.name, recipe)
         quoted = shlex.quote(str(model))
         self.check_folder(model)
         audit = checkpoint.audit(model)

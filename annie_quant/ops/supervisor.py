@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 REMOVE_TIMEOUT_S = 30.0
-POLL_S = 0.05
+_POLL_S = 0.05
 CANNOT_RUN = 127  # exit code of a shell for a command that cannot be run
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -52,7 +52,7 @@ def main() -> None:
         signal.signal(
             number, lambda *_: None
         )  # the default again in the server, as for every caught signal
-    child = start(command, process_control)
+    child = _start(command, process_control)
     os.write(status_fd, b"%d\n" % child)
     os.close(status_fd)
     status = watch(child, wake_read)
@@ -61,7 +61,7 @@ def main() -> None:
     leave(status)
 
 
-def start(command: list[str], process_control: Callable[..., int]) -> int:
+def _start(command: list[str], process_control: Callable[..., int]) -> int:
     """Start the server and return its process id."""
     supervisor = os.getpid()
 
@@ -111,7 +111,7 @@ def stop_all(child: int, status: int | None) -> int:
             number = signal.SIGKILL
         if status is not None or number == signal.SIGKILL:
             send(left, number)
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def reap(child: int) -> int | None:

@@ -25,9 +25,9 @@ from annie_quant.ops.vllm_layers import VllmObject
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 16
+_GROUP = 16
 REPORT_SWITCH = "ANNIE_QUANT_VLLM_REPORT"
-LOGGER = "vllm.annie_quant"
+_LOGGER = "vllm.annie_quant"
 
 
 def multiply(
@@ -46,16 +46,16 @@ def multiply(
 
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     if input_scale:
-        rows = codec.fake_quant_eager(rows, input_scale, GROUP)
+        rows = codec.fake_quant_eager(rows, input_scale, _GROUP)
     n = codes.shape[0]
     k = rows.shape[1]
     if rows.shape[0] <= linears.FEW_ROWS:
-        y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
+        y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, _GROUP, divides=False)
     else:
         step = max(1, linears.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]
         parts = (
-            codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype)
+            codec.dequantize(codes[s], block_scale[s], tensor_scale, _GROUP, rows.dtype)
             for s in spans
         )
         y = torch.cat([rows @ part.t() for part in parts], -1)
@@ -92,7 +92,7 @@ def register() -> None:
         AttributeError,
     ) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
-        vllm_layers.log_once(LOGGER, logging.WARNING, line)
+        vllm_layers.log_once(_LOGGER, logging.WARNING, line)
 
 
 def report_loads(path: Path) -> None:
@@ -103,7 +103,7 @@ def report_loads(path: Path) -> None:
         vllm_report.install(path.resolve())
     except (ImportError, AttributeError) as error:
         line = f"{REPORT_SWITCH} is set, and nothing is reported: this vLLM has other interfaces ({error})"
-        vllm_layers.log_once(LOGGER, logging.WARNING, line)
+        vllm_layers.log_once(_LOGGER, logging.WARNING, line)
 
 
 def kernels() -> tuple[type, type]:

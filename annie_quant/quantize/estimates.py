@@ -203,7 +203,7 @@ def estimate(
         layerwise &= not chosen.any_family or models.is_known(folder.config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK_RATES if published else measure_rates())
-    text = NO_TEXT
+    text = _NO_TEXT
     if chosen.cost.passes and calib_data:
         source = None if folder is None else folder.path
         text = text_of_file(calib_data, samples, source, calib_tokens)
@@ -258,7 +258,7 @@ class TextSize:
     line: str = ""
 
 
-NO_TEXT = TextSize()
+_NO_TEXT = TextSize()
 
 
 def assumed_text(samples: int, tokens: int) -> TextSize:

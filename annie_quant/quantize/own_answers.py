@@ -38,7 +38,7 @@ from annie_quant.quantize.backend import device_and_dtype
 # An answer stays where the model chooses so many of its tokens.
 MIN_SHARE_OF_OWN_TOKENS = 0.97
 # Where an own answer is longer the given one stays, unless a given one is longer still: a model that repeats itself never ends.
-MAX_ANSWER_TOKENS = 512
+_MAX_ANSWER_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def own_answers(
     cache: folder of the stored answers; None: annie_quant in XDG_CACHE_HOME.
     """
     _, dtype = device_and_dtype(ModelFolder(model))
-    limit = max([MAX_ANSWER_TOKENS, *(len(answer.target) for answer in given)])
+    limit = max([_MAX_ANSWER_TOKENS, *(len(answer.target) for answer in given)])
     key = model_files(model).sha256[:16]
     name = f"own-answers-{key}-{str(dtype).removeprefix('torch.')}.jsonl"
     store = AnswerCache((cache or default_cache()) / name)

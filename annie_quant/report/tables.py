@@ -374,7 +374,7 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
     return table
 
 
-SOURCES = {
+_SOURCES = {
     "process_rss_bytes": "resident memory of the server's processes",
     "gpu_process_bytes": "GPU memory of the server's processes, reported by NVML",
     "system_used_bytes": "MemTotal − MemAvailable of the whole machine",
@@ -392,7 +392,7 @@ def memory_table(run: LoadedRun) -> Table:
         cells = [number_cell(memory, level, f"memory|{side.key}|", format.size) for level in LEVELS]
         for cell in cells:
             cell.key = cell.key if cell.sort is not None else ""
-        source = SOURCES.get(memory.source, memory.source) or "not recorded"
+        source = _SOURCES.get(memory.source, memory.source) or "not recorded"
         cells.append(Cell(source, css="word"))
         table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
     return table

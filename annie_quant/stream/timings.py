@@ -27,7 +27,7 @@ from annie_quant.stream.texts import MAX_NAME
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 _MASK = ord("*")
 FILE_NAME = "timings.npz"
 _ARRAYS = ("requests", "events", "reads", "frames", "notes")
@@ -210,7 +210,7 @@ class Timings:
             raise UsageError(
                 f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}"
             )
-        return decode_record(self, request, clock)
+        return _decode_record(self, request, clock)
 
     def records(self, clock: str = "kernel") -> list[JsonObject]:
         """Return one dict per request, in the plan's order, with the fields of `Record`.
@@ -241,7 +241,7 @@ class Timings:
 
         path = Path(folder) / FILE_NAME
         plan = RecordedPlan(
-            SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime
+            _SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime
         )
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         plan_bytes = np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)
@@ -269,15 +269,15 @@ class Timings:
                     np.asarray(archive[name]) for name in _ARRAYS
                 ]  # a member that is not .npy is bytes
             version = msgspec.json.decode(content)["schema_version"]
-            if version == SCHEMA_VERSION:
+            if version == _SCHEMA_VERSION:
                 plan = msgspec.json.decode(content, type=RecordedPlan)
                 _check_arrays(len(plan.asked), *arrays)
         except Exception as error:  # numpy and zipfile raise many types
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise EnvironmentFault(f"{path} is not a recording of a run: {reason}") from error
-        if version != SCHEMA_VERSION:
+        if version != _SCHEMA_VERSION:
             raise EnvironmentFault(
-                f"{path} has schema_version {version}, expected {SCHEMA_VERSION}"
+                f"{path} has schema_version {version}, expected {_SCHEMA_VERSION}"
             )
         origin_ns = plan.origin_ns
         realtime_ns = plan.origin_realtime_ns
@@ -331,7 +331,7 @@ def _check_arrays(
 # ---- decoding one request
 
 
-def decode_record(timings: Timings, request: int, clock: str) -> Record:
+def _decode_record(timings: Timings, request: int, clock: str) -> Record:
     """Decode one request of a run. clock: "kernel" (the user's stamp where an event has no kernel stamp) or "user"."""
     row = timings.requests[request]
     info = timings.plan[request]

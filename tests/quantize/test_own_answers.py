@@ -100,7 +100,7 @@ def test_where_the_own_answer_does_not_end_the_given_one_stays(
     template = Template(TINY_ANNIE)
     strange = tuple(template.ids("jars jars")) + given[0].target[-1:]
     foreign = ScoredAnswer("", given[0].prompt, strange)
-    monkeypatch.setattr(own_answers, "MAX_ANSWER_TOKENS", 2)
+    monkeypatch.setattr(own_answers, "_MAX_ANSWER_TOKENS", 2)
     longest = max(len(strange), 2)
     assert len(expected(given[0].prompt)) > longest
     answered = own_answers.own_answers(TINY_ANNIE, template, [foreign], SILENT, tmp_path)

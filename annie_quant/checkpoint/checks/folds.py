@@ -146,7 +146,7 @@ def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> 
     return (steps * scale + coarse) * unit
 
 
-def compare(
+def _compare(
     ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.ndarray, slack: np.ndarray
 ) -> Fit:
     """Compare a linear with the source's under the scales [K] that its input was divided by.
@@ -246,7 +246,7 @@ class LayerCheck:
             return None
         if ours.shape != theirs.shape or not np.isfinite(ours).all():
             return None
-        result = compare(ours, theirs, steps, scales, np.zeros(len(scales)) + slack)
+        result = _compare(ours, theirs, steps, scales, np.zeros(len(scales)) + slack)
         self.folder.release(stored)
         self.source.release(original)
         return result

@@ -176,7 +176,7 @@ def settings(
         targets = sorted(m for m, f in formats.items() if f == kind)
         if len(kinds) == 1:  # a head is not a Linear in vLLM
             targets = [LINEAR_CLASS, *(m for m in formats if m == HEAD)]
-        groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
+        groups[f"group_{i}"] = _scheme(kind, group) | {"targets": targets}
     stored = {g["format"] for g in groups.values()}
     inline = {
         "config_groups": groups,
@@ -189,7 +189,7 @@ def settings(
     return QuantSettings(inline, {})
 
 
-def scheme(kind: Format, group: int) -> JsonObject:
+def _scheme(kind: Format, group: int) -> JsonObject:
     """Return one config group's settings: weights, activations, format."""
     activations: JsonObject | None = None
     if kind.in_four_bits:

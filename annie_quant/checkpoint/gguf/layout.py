@@ -264,7 +264,7 @@ def _text(shape: tuple[int | None, ...]) -> str:
 
 # ---- names, orders and values of tensors
 
-FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+_FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
 
@@ -402,4 +402,4 @@ def _module(name: str) -> str:
 
 def keeps_float32(stored: str, dimensions: int) -> bool:
     """Return whether llama.cpp takes a tensor only in float32. stored: its name in the file."""
-    return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(FLOAT32)
+    return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(_FLOAT32)

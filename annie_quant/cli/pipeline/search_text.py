@@ -9,7 +9,7 @@ from annie_quant.core.templates import render_markdown
 from annie_quant.judge.decision.wording import points, title
 
 QUICK_S = 90.0  # up to here a time is in seconds
-MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
+_MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 
 
 def page(result: documents.SearchResult) -> str:
@@ -28,7 +28,7 @@ def page(result: documents.SearchResult) -> str:
         models=models,
         title=title,
         points=points,
-        marks=MARKS,
+        marks=_MARKS,
         gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
         failed=[row for row in result.strategies if not row.passed],
     )

@@ -318,7 +318,7 @@ def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
 # ---- evaluations in processes of their own
 
 AT_ONCE = 2  # processes that share the processors
-POLL_S = 0.1
+_POLL_S = 0.1
 LINE_S = 0.5  # at most one line of progress per so many seconds
 
 
@@ -394,7 +394,7 @@ def ended(job: ProcessJob, process: server.Server | None, progress: Progress) ->
         if lines and lines[-1] != state:
             state = lines[-1]
             progress.message(state)
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     process.wait()
     verdict = documents.Evaluation.load(Path(job.output)).verdict if job.output else None
     return StageResult(verdict.sentence if verdict else "")

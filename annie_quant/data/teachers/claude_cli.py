@@ -47,7 +47,7 @@ class Usage(msgspec.Struct):
     output_tokens: Any = None
 
 
-class Envelope(msgspec.Struct):
+class _Envelope(msgspec.Struct):
     """The result object of --output-format json.
 
     is_error: any value but false is an error.
@@ -96,7 +96,7 @@ class ClaudeCli(PromptedTeacher):
         message = text or (result.subtype if result else None) or err.strip() or out.strip()
         raise self.failure(code, message, result)
 
-    def failure(self, code: int, message: str, result: Envelope | None) -> Exception:
+    def failure(self, code: int, message: str, result: _Envelope | None) -> Exception:
         """Return the exception for a failed call: a wait, the end of the run, or a retry."""
         message = without_secrets(message, os.environ)
         line = message.splitlines()[0][:200] if message else "no output"
@@ -169,7 +169,7 @@ def run_program(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str
     return process.returncode, out, err
 
 
-def envelope(out: str) -> Envelope | None:
+def envelope(out: str) -> _Envelope | None:
     """Return the result object, or None for output that is not a JSON object.
 
     With `verbose` in the user's settings it is the last of a list. Fields of another type count as
@@ -184,4 +184,4 @@ def envelope(out: str) -> Envelope | None:
             )
     except (ValueError, RecursionError):
         return None
-    return salvage_value(Envelope, value)
+    return salvage_value(_Envelope, value)

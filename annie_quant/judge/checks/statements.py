@@ -71,7 +71,7 @@ def states(statement: str, text: str) -> bool:
     return False
 
 
-def missing(statements: Sequence[str | Sequence[str]] | str, text: str) -> str:
+def _missing(statements: Sequence[str | Sequence[str]] | str, text: str) -> str:
     """Return the first statement that the text lacks, "" where it has all. A list inside means any one of it."""
     for item in [statements] if isinstance(statements, str) else statements:
         choices = [item] if isinstance(item, str) else list(item)
@@ -87,5 +87,5 @@ def contains(
     statements = case.expect.get("contains")
     if not statements:
         return None
-    lacking = missing(statements, answer.text)
+    lacking = _missing(statements, answer.text)
     return f"the answer does not state {lacking!r}" if lacking else ""

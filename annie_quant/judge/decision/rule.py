@@ -159,14 +159,14 @@ def _measure(gates: GateCounts, pooled: PooledGates | None) -> None:
 
 def p_of_loss(name: str, gate: PairedGate) -> float:
     """Return McNemar's mid-p; of a gate that compares with the reference, the p of an excess loss."""
-    if compares_with_reference(name):
+    if _compares_with_reference(name):
         return stats.excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
     if is_two_sided(name):
         return stats.two_sided(gate.lost, gate.won)
     return stats.mid_p(gate.lost, gate.won)
 
 
-def compares_with_reference(name: str) -> bool:
+def _compares_with_reference(name: str) -> bool:
     return name in GATES and GATES[name].basis == "reference"
 
 
@@ -176,14 +176,14 @@ def is_two_sided(name: str) -> bool:
 
 def loss_limit(name: str) -> float:
     """Return the difference that the interval's upper bound must be below for a loss."""
-    return -GATES[name].margin if compares_with_reference(name) else 0.0
+    return -GATES[name].margin if _compares_with_reference(name) else 0.0
 
 
 def _testable(gates: GateCounts, pooled: PooledGates | None) -> list[PairedCounts]:
     tested: list[PairedCounts] = [
         row
         for name, row in deciding_pairs(gates).items()
-        if row.lost + row.won >= MIN_CHANGES or compares_with_reference(name)
+        if row.lost + row.won >= MIN_CHANGES or _compares_with_reference(name)
     ]
     if pooled is not None:
         tested.append(pooled)
@@ -194,7 +194,7 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
     level = stats.LEVEL / n_tests
     gate.margin = GATES[name].margin
     gate.n_to_decide = None
-    if compares_with_reference(name):
+    if _compares_with_reference(name):
         gate.detectable = stats.detectable_excess(gate.n, gate.margin, level)
     else:
         gate.detectable = stats.detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
@@ -218,7 +218,7 @@ def _n_to_decide(name: str, gate: PairedGate, level: float) -> int | None:
         gate.margin or (MARGIN if gate.won else 0.0),
         loss_limit(name),
         level,
-        excess=compares_with_reference(name),
+        excess=_compares_with_reference(name),
     )
 
 
@@ -269,7 +269,7 @@ def counted_gates(
         for name, row in rows.items()
         if row.verdict != "undecided" or not kept or blocks_keep(name, row, answers)
     ]
-    verdict = worst(gate.verdict for gate in counted)
+    verdict = _worst(gate.verdict for gate in counted)
     if verdict != "loses" and pooled is not None and pooled.verdict == "loses":
         counted.append(JudgedGate(place, POOLED, "loses", pooled))
     elif len(counted) == len(kept) and not tests_a_behaviour(kept, gates):
@@ -346,10 +346,10 @@ def _over_arithmetics(profile: str, places: Mapping[str, JudgedGate]) -> Standin
     lost_itself = profile in places and places[profile].verdict == "loses"
     if {"loses", "keeps"} <= verdicts and not lost_itself:
         return "fragile"
-    return worst(verdicts)
+    return _worst(verdicts)
 
 
-def worst(verdicts: Iterable[Standing]) -> Standing:
+def _worst(verdicts: Iterable[Standing]) -> Standing:
     """Return the worst of several verdicts; "undecided" of none."""
     return min(verdicts, key=WORST_FIRST.index, default="undecided")
 
@@ -366,13 +366,13 @@ class Judgement:
         verdicts: dict[str, list[Standing]] = {}
         for (profile, _), places in _over_places(self.gates).items():
             verdicts.setdefault(profile, []).append(_over_arithmetics(profile, places))
-        return {profile: worst(own) for profile, own in verdicts.items()}
+        return {profile: _worst(own) for profile, own in verdicts.items()}
 
     @property
     def verdict(self) -> Standing:
         """That of the worst profile that a server computes."""
         served = [own for name, own in self.profiles.items() if name not in NOT_SERVED]
-        return worst(served or self.profiles.values())
+        return _worst(served or self.profiles.values())
 
     @property
     def compared(self) -> bool:

@@ -227,7 +227,7 @@ def claim(judged: Judgement) -> str:
     return f"{under}, too few prompts to exclude that it {behaviours}"
 
 
-def sentence(subject: str, text: str) -> str:
+def _sentence(subject: str, text: str) -> str:
     """Return a claim as a sentence.
 
     subject: the checkpoint's name; "" for a sentence that begins with the claim.
@@ -252,7 +252,7 @@ def first_screen(
         lines.append(f"Not tested: {not_tested}.")
     elif not_tested:
         text = f"{text}; not tested: {not_tested}"
-    return sentence(subject, text), lines
+    return _sentence(subject, text), lines
 
 
 def _where(profiles: Mapping[str, Standing]) -> str:

@@ -42,7 +42,8 @@ class QuantizeResult(msgspec.Struct):
 
     expected_bytes: size of the tensors by their formats.
     size_bytes, source_bytes: of the weight files.
-    notes: what to check before the checkpoint is served, one sentence each.
+    notes: the conversations that were used, and what to check before the checkpoint is served, one
+        sentence each.
     """
 
     strategy: str
@@ -198,7 +199,7 @@ def run(
         size,
         weight_bytes(job.output),
         weight_bytes(job.model),
-        _family_notes(job.model),
+        [*_calibration_notes(plan), *_family_notes(job.model)],
     )
 
 
@@ -234,6 +235,11 @@ def _write(
     else:
         export(ModelFolder(job.model), job.output, plan)
     copy_companions(job.model, job.output)
+
+
+def _calibration_notes(plan: QuantizationPlan) -> list[str]:
+    """Return one line that names the conversations that were used, where there are any."""
+    return [f"calibration: {plan.calibration.line()}"] if plan.calibration else []
 
 
 def _family_notes(model: Path) -> list[str]:

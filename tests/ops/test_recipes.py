@@ -135,7 +135,7 @@ def test_a_runtime_without_a_rule_is_served_with_a_note(tmp_path):
     source = zoo.nvfp4(tmp_path / "nvfp4", zoo.bf16(tmp_path / "bf16"))
     recipe = next(iter(load_recipes("sglang").values()))
     server = RecipeRuntime("new-server", "New Server")
-    with patch.object(recipes, "choose", return_value=("2026-11", recipe)):
+    with patch.object(recipes, "_choose", return_value=("2026-11", recipe)):
         notes = server.check(source)
     assert "whether New Server loads it is not checked" in " ".join(notes)
 

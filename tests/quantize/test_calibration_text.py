@@ -102,12 +102,13 @@ def test_what_was_used_is_reported_and_stored(strategy: str, tmp_path: Path) -> 
     file = write(tmp_path / "rows.jsonl", rows_with_prompt(2500, 5))
     lines: list[str] = []
     out = tmp_path / "out"
-    quantize.run(strategy, TINY_ANNIE, out, file, calib_samples=4, report=lines.append)
+    result = quantize.run(strategy, TINY_ANNIE, out, file, calib_samples=4, report=lines.append)
     used = json.loads((out / "annie_quant.json").read_text())["calibration"]
     assert (used["conversations"], used["of"]) == (4, 4)
     assert used["limit"] == 4096
     reported = [line for line in lines if line.startswith("calibration: ")]
     assert len(reported) == 1
+    assert result.notes == reported
     assert f"4 of 4 conversations, {used['tokens']:,} tokens" in reported[0]
     assert "--calib-samples 4 of 5 in the file" in reported[0]
 

@@ -59,6 +59,8 @@ class QuantizeOptions:
         max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
             where it was measured, else gb10.
+        prompt_tokens: Prompt whose time to the first token is predicted. Default: 2048.
+        cached_tokens: Of these, tokens that the server has from an earlier request.
         seed: Same seed, same bytes.
         output: Folder of the new checkpoint.
         dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
@@ -79,6 +81,8 @@ class QuantizeOptions:
     min_tps: Annotated[float | None, POSITIVE] = None
     max_loss: Annotated[float | None, POSITIVE] = None
     device: str | None = None
+    prompt_tokens: Annotated[int | None, at_least(1)] = None
+    cached_tokens: Annotated[int, at_least(0)] = 0
     seed: int = 0
     output: Path
     force: Force = False
@@ -105,7 +109,7 @@ _SETTINGS = (
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
     quiet_engines()  # before the estimate imports transformers
-    from annie_quant.checkpoint import ModelFolder, decode_speed
+    from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
     from annie_quant.data.rows import check_calibration
     from annie_quant.quantize import estimates, strategies
 
@@ -122,6 +126,9 @@ def quantize(options: QuantizeOptions) -> None:
     if device and strategy == "best":
         own["device"] = options.device
     own = msgspec.structs.asdict(strategies.find(strategy).settings(own))
+    prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
+    if prompt != first_token.Prompt() and str(model) not in estimates.published_sizes():
+        prompt.within(ModelFolder(model))
     if options.dry_run or estimates.is_large(model):
         with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
             estimate = estimates.estimate(
@@ -133,6 +140,7 @@ def quantize(options: QuantizeOptions) -> None:
                 calib_tokens=options.calib_tokens,
                 device=device,
                 answers=options.answers,
+                prompt=prompt,
             )
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)
@@ -152,7 +160,9 @@ def quantize(options: QuantizeOptions) -> None:
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {sizes}")
-    console.note(decode_speed.describe(decode_speed.predict(ModelFolder(result.output), device)))
+    folder = ModelFolder(result.output)
+    console.note(decode_speed.describe(decode_speed.predict(folder, device)))
+    console.note(first_token.describe_folder(folder, device=device, prompt=prompt))
     for note in result.notes:
         console.note(note)
 
@@ -167,6 +177,8 @@ class ServeOptions:
         port: Port on this machine.
         use: A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
         write_recipe: Write the recipe as YAML (sparkrun) and exit.
+        prompt_tokens: Prompt whose time to the first token --dry-run predicts. Default: 2048.
+        cached_tokens: Of these, tokens that the server has from an earlier request.
         dry_run: Print the command and exit.
     """
 
@@ -174,6 +186,8 @@ class ServeOptions:
     port: Annotated[int, PORT] = 8000
     use: str | None = None
     write_recipe: Path | None = None
+    prompt_tokens: Annotated[int | None, at_least(1)] = None
+    cached_tokens: Annotated[int, at_least(0)] = 0
     dry_run: bool = False
 
 
@@ -192,6 +206,8 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
         if options.write_recipe:
             echo(str(serving.write_recipe(model, options.write_recipe, runtime, port, **chosen)))
         if options.dry_run:
+            for line in _predicted(model, options):
+                console.note(line)
             echo(serving.command(model, runtime, port, **chosen))
         return
     with console.task(f"{runtime} on port {port}") as step:
@@ -199,6 +215,20 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
     with server:
         console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
         server.wait()
+
+
+def _predicted(model: Path, options: ServeOptions) -> list[str]:
+    """Return the predicted speed and time to the first token as lines; none for a GGUF file."""
+    from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
+
+    if not model.is_dir():
+        return []
+    folder = ModelFolder(model)
+    prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
+    return [
+        decode_speed.describe(decode_speed.predict(folder)),
+        first_token.describe_folder(folder, options.runtime, prompt=prompt),
+    ]
 
 
 NEXT = (

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from annie_quant import models, nvfp4
-from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint import decode_speed, first_token, prompt_work
 from annie_quant.checkpoint.decode_speed import TokenBytes
+from annie_quant.checkpoint.first_token import Prompt
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import AttentionShape, bytes_per_token, caches_of
@@ -25,9 +26,10 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
-from annie_quant.models.formats import BF16
+from annie_quant.models.formats import BF16, NVFP4, W4A16, Format
 from annie_quant.quantize import strategies
 from annie_quant.quantize.strategy import (
+    ALL_NVFP4,
     TRIAL_POSITIONS,
     TRIAL_TOKENS,
     AnswerSource,
@@ -130,6 +132,7 @@ class Estimate:
     seconds: step → duration.
     rates: the machine's.
     text: describes the calibration text; "" where none is read.
+    first_token: the predicted time to the first token as text; "" where the shape is not known.
     """
 
     strategy: str
@@ -143,6 +146,7 @@ class Estimate:
     seconds: Mapping[str, float]
     rates: Rates
     text: str = ""
+    first_token: str = ""
 
     @property
     def fits(self) -> bool:
@@ -164,6 +168,7 @@ class Estimate:
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
             f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
             f"  decode  {decode_speed.describe(self.speed)}",
+            *([f"  prefill {self.first_token}"] if self.first_token else []),
             *([f"  text    {self.text}"] if self.text else []),
             f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
             f"  time    about {_time(sum(self.seconds.values()))}"
@@ -183,6 +188,7 @@ def estimate(
     calib_tokens: int | None = None,
     device: Device | None = None,
     answers: AnswerSource = "own",
+    prompt: Prompt | None = None,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
@@ -192,6 +198,7 @@ def estimate(
     options: of the strategy. Raises UsageError for one that it does not have.
     answers: "own": the model first answers the prompts itself, which its own weights in memory take.
     device: that decodes, by default this machine where it was measured, else a GB10.
+    prompt: of the predicted time to the first token, in vLLM.
     """
     chosen = strategies.find(strategy)
     chosen.settings(options or {})  # refuses settings that the strategy does not have
@@ -229,7 +236,61 @@ def estimate(
         seconds=work.seconds(),
         rates=rates,
         text=text.line,
+        first_token=_first_token(chosen, size, folder, options or {}, device, prompt or Prompt()),
     )
+
+
+def _first_token(
+    strategy: Strategy,
+    size: ModelSize,
+    folder: ModelFolder | None,
+    options: Mapping[str, object],
+    device: Device | None,
+    prompt: Prompt,
+) -> str:
+    """Return the predicted time to the first token of a strategy's result as text.
+
+    A strategy that chooses formats by trials has two alternatives: the inputs of all linears in 4 bits, and of none.
+    """
+    formats = {kind: f for kind, f in strategy.formats.items() if isinstance(f, Format)}
+    unrounded = {kind: W4A16 if f == NVFP4 else f for kind, f in formats.items()}
+    # Without a pass there are no input scales.
+    if options.get("activations") == 16 or not strategy.cost.passes:
+        formats = unrounded
+    alternatives = {"": formats}
+    if strategy.cost.trials:
+        alternatives = {
+            " with all inputs in 4 bits": ALL_NVFP4,
+            " with all in 16": dict.fromkeys(ALL_NVFP4, W4A16),
+        }
+    checked = prompt.within(folder)
+    works = {}
+    for name, planned in alternatives.items():
+        if folder is None:
+            work = _work_of_published(size, planned)
+        else:
+            work = prompt_work.work_of(folder, planned=planned)
+        if work is None:
+            return ""
+        works[name] = work
+    return first_token.describe(works, "vllm", device, checked)
+
+
+def _work_of_published(
+    size: ModelSize, formats: Mapping[str, Format]
+) -> prompt_work.PromptWork | None:
+    """Return what a prompt computes in a published model; None where its shape is not known."""
+    shape = first_token.prefill().models.get(size.label)
+    if shape is None:
+        return None
+    linears: prompt_work.Sizes = {}
+    for kind in size.counts.keys() - {"head", "embedding", "rest"}:
+        chosen = formats.get(kind, BF16)
+        weights = size.counts[kind]
+        kernel = prompt_work.kernel_of(chosen.name, "vllm")
+        prompt_work.add(linears, kernel, weights, weights * chosen.bits / 8)
+    head_bytes = size.counts["head"] * formats.get("head", BF16).bits / 8
+    return prompt_work.PromptWork(shape, linears, head_bytes)
 
 
 def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:

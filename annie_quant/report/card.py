@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from annie_quant import __version__, documents
-from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
@@ -154,7 +154,8 @@ def _body(run: LoadedRun, subject: Subject) -> str:
     servers = {
         support.server.lower(): support for support in summary.servers if support.loads == "yes"
     }
-    speed = decode_speed.predict_if_readable(subject.folder, decode_speed.DEVICES["gb10"])
+    gb10 = decode_speed.DEVICES["gb10"]
+    speed = decode_speed.predict_if_readable(subject.folder, gb10)
     return render_markdown(
         "card.md",
         version=__version__,
@@ -167,6 +168,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         subject=subject,
         summary=summary,
         predicted=speed and decode_speed.describe(speed),
+        first_token=speed and first_token.describe_folder(ModelFolder(subject.folder), device=gb10),
         recipe=subject.recipe,
         producer=documents.salvage_or_default(
             _QuantConfig, subject.folder / "hf_quant_config.json"

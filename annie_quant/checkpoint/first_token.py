@@ -1,0 +1,218 @@
+"""Predict the milliseconds to the first token (TTFT) of one stream, from the FLOPs of each format.
+
+    ms = request + layers * step + root(reads^2 + products^2) + attention + DeltaNet + norms + head
+
+    reads: bytes of the linears / bandwidth, once per chunk of the prompt
+    products: sum over formats of 2 * weights * tokens / rate of the format's kernel
+    attention: 4 * heads * size of a head * causal pairs / rate, cached tokens included
+    DeltaNet, norms: time per token, by value heads and by hidden elements
+    head: bytes of the head / bandwidth, once
+
+Constants are fitted to published measurements (assets/prefill.json has them with their sources).
+The interval is the error that 90 % of the rows have when their model is left out of the fit.
+tests/perf/first_token.py fits and has the table of errors in first_token.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.linears import read_struct
+from annie_quant.checkpoint.prompt_work import ModelShape, PromptWork, Sizes, work_of
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import AttentionShape
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import ASSETS
+from annie_quant.documents import Device, decode
+
+PROMPT_TOKENS = 2048
+BANDWIDTH = decode_speed.DEVICES["gb10"].read_bytes_s
+# Tokens of a prompt that a server computes at once, by its defaults.
+CHUNK_TOKENS = {"vllm": 8192, "sglang": 8192, "trtllm": 8192, "llama-bench": 2048, "llama.cpp": 512}
+LLAMA_CPP = ("llama.cpp", "llama-bench")
+SERVERS = {"vllm": "vLLM", "llama.cpp": "llama.cpp"}  # of which the rates are known
+# A format with a smaller share of the FLOPs may have no rate; the slowest known one counts then.
+SMALL_SHARE = 0.01
+
+
+class NoRate(UsageError):
+    """No prefill rate is known for a device, a server or a format there."""
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True):
+    """assets/prefill.json without its rows.
+
+    error_90: 90 % of the rows are predicted within this relative error, with their model left out.
+    constants: fitted or published; TFLOP/s, ms, ns and ps as first_token_ms uses them.
+    """
+
+    device: str
+    error_90: float
+    constants: dict[str, float]
+    bytes_per_weight: dict[str, float]
+    models: dict[str, ModelShape]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tokens: of the whole prompt; None: 2,048, or the context.  cached: of these, not computed."""
+
+    tokens: int | None = None
+    cached: int = 0
+
+    def within(self, folder: ModelFolder | None) -> Prompt:
+        """Return the prompt with its tokens. Raises UsageError where it exceeds a model's context."""
+        context = None
+        if folder is not None:
+            settings = read_struct(AttentionShape, folder.text_config)
+            context = settings.max_position_embeddings
+        tokens = self.tokens or min(PROMPT_TOKENS, context or PROMPT_TOKENS)
+        if folder is not None and context and tokens > context:
+            message = (
+                f"{folder.path.name}: its context is {context:,}, not {tokens:,} prompt tokens"
+            )
+            raise UsageError(message, f"--prompt-tokens {context}, or fewer")
+        if self.cached >= tokens:
+            message = f"{self.cached:,} cached of {tokens:,} prompt tokens: expected fewer"
+            raise UsageError(message, f"--cached-tokens {tokens - 1}, or fewer")
+        return Prompt(tokens, self.cached)
+
+
+@functools.cache
+def prefill() -> Prefill:
+    return decode(Prefill, ASSETS / "prefill.json")
+
+
+# ---- the formula
+
+
+def causal_pairs(tokens: float, cached: float, window: int) -> float:
+    """Return the pairs of a new token and a token that it sees."""
+    if not window:
+        return tokens * cached + tokens * (tokens + 1) / 2
+    seen = window if cached + tokens >= window else cached + tokens / 2
+    return tokens * min(window, seen)
+
+
+def first_token_ms(
+    work: PromptWork,
+    server: str,
+    tokens: int,
+    cached: int,
+    constants: Mapping[str, float],
+    prompts: int = 1,
+) -> float:
+    """Return the milliseconds to the first token. tokens: computed, of `prompts` equal prompts."""
+    shape = work.shape
+    source = "llama.cpp" if server in LLAMA_CPP else "vllm"
+    chunks = math.ceil(tokens / CHUNK_TOKENS[server])
+    reads = chunks * sum(size for _, size in work.linears.values())
+    products_s = _products_s(work.linears, tokens, f"{source}.linear", constants)
+    if work.experts:
+        spread = constants[f"{source}.experts.spread"]  # tokens of a chunk share experts
+        used = 1 - (1 - shape.active_share) ** (tokens / chunks * spread)
+        reads += chunks * used * sum(size for _, size in work.experts.values())
+        computed = tokens * shape.active_share
+        products_s += _products_s(work.experts, computed, f"{source}.experts", constants)
+    attention_s = 0.0
+    for layers, heads, head_size, window in shape.attention:
+        pairs = prompts * causal_pairs(tokens / prompts, cached, window)
+        rate = constants[f"{source}.attention.{_head_class(head_size)}"]
+        attention_s += layers * 4 * heads * head_size * pairs / (rate * 1e12)
+    deltanet_layers, value_heads = shape.deltanet
+    fixed_ms = constants[f"{server}.request_ms"] + shape.layers * constants[f"{server}.layer_ms"]
+    deltanet_ms = tokens * deltanet_layers * value_heads * constants[f"{source}.deltanet_ns"] * 1e-6
+    norms_ms = tokens * shape.layers * shape.hidden * constants["norms_ps"] * 1e-9
+    linears_s = math.hypot(reads / BANDWIDTH, products_s)
+    head_s = work.head_bytes / BANDWIDTH
+    return fixed_ms + (linears_s + attention_s + head_s) * 1e3 + deltanet_ms + norms_ms
+
+
+def _head_class(size: int) -> int:
+    """Return the size of a head whose attention rate is known."""
+    return next((known for known in (128, 256) if size <= known), 512)
+
+
+def _products_s(sizes: Sizes, tokens: float, prefix: str, constants: Mapping[str, float]) -> float:
+    total = sum(weights for weights, _ in sizes.values())
+    known = {name: rate for name, rate in constants.items() if name.startswith(f"{prefix}.")}
+    known.pop(f"{prefix}.spread", None)
+    seconds = 0.0
+    for name, (weights, _) in sizes.items():
+        rate = known.get(f"{prefix}.{name}")
+        if rate is None and weights > SMALL_SHARE * total:
+            where = " experts" if prefix.endswith("experts") else ""
+            server = SERVERS[prefix.rpartition(".")[0]]
+            message = f"no prefill rate is known for {name}{where} in {server} on a GB10"
+            raise NoRate(message, "bench measures it")
+        seconds += 2 * weights * tokens / ((rate or min(known.values())) * 1e12)
+    return seconds
+
+
+# ---- predictions
+
+
+def predict_ms(
+    work: PromptWork, server: str, device: Device, prompt: Prompt
+) -> tuple[float, float, float]:
+    """Return the milliseconds to the first token and the ends of their 90 % interval.
+
+    prompt: with its tokens.  Raises NoRate where the device, the server or a format has no rate.
+    """
+    known = prefill()
+    if device.name != known.device:
+        raise NoRate(f"no prefill rate is known for {device.name}", "--device gb10 has one")
+    if server not in SERVERS:
+        raise NoRate(f"no prefill rate is known for {server}", f"known: {', '.join(SERVERS)}")
+    computed = (prompt.tokens or 0) - prompt.cached
+    ms = first_token_ms(work, server, computed, prompt.cached, known.constants)
+    return ms, ms / (1 + known.error_90), ms / (1 - known.error_90)
+
+
+def describe(
+    works: Mapping[str, PromptWork], server: str, device: Device | None, prompt: Prompt
+) -> str:
+    """Return the prediction as one line, or that no rate is known.
+
+    works: description of an alternative → its work.  prompt: with its tokens.
+    """
+    device = device or decode_speed.default_device()
+    alternatives = []
+    try:
+        for name, work in works.items():
+            ms, low, high = predict_ms(work, server, device, prompt)
+            alternatives.append(f"about {ms:,.0f} ms ({low:,.0f} to {high:,.0f}){name}")
+    except NoRate as reason:
+        return f"first token: {reason.message}"
+    cached = f", {prompt.cached:,} of them cached" if prompt.cached else ""
+    where = f"{prompt.tokens:,} prompt tokens{cached}, {SERVERS[server]} on {device.name}"
+    shares = f"; FLOPs of the linears {shares_of(work)}" if len(works) == 1 else ""
+    return f"first token after {' or '.join(alternatives)}: {where}{shares}"
+
+
+def shares_of(work: PromptWork) -> str:
+    """Return the share of the linears' FLOPs per kernel as text, the largest first."""
+    flops = Counter({kernel: weights for kernel, (weights, _) in work.linears.items()})
+    for kernel, (weights, _) in work.experts.items():
+        flops[kernel] += weights * work.shape.active_share
+    total = sum(flops.values())
+    shown = [(kernel, n / total) for kernel, n in flops.most_common() if n >= 0.005 * total]
+    return ", ".join(f"{kernel} {share:.0%}" for kernel, share in shown)
+
+
+def describe_folder(
+    folder: ModelFolder,
+    server: str = "vllm",
+    device: Device | None = None,
+    prompt: Prompt = Prompt(),
+) -> str:
+    """Return the prediction for a model folder as one line. Raises UsageError for a bad prompt."""
+    checked = prompt.within(folder)
+    return describe({"": work_of(folder, server)}, server, device, checked)

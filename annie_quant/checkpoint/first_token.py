@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.prompt_work import ModelShape, PromptWork, Sizes, work_of
 from annie_quant.checkpoint.shards import ModelFolder
@@ -199,12 +199,13 @@ def describe(
 
 def shares_of(work: PromptWork) -> str:
     """Return the share of the linears' FLOPs per kernel as text, the largest first."""
-    flops = Counter({kernel: weights for kernel, (weights, _) in work.linears.items()})
+    flops = {kernel: weights for kernel, (weights, _) in work.linears.items()}
     for kernel, (weights, _) in work.experts.items():
-        flops[kernel] += weights * work.shape.active_share
+        flops[kernel] = flops.get(kernel, 0.0) + weights * work.shape.active_share
     total = sum(flops.values())
-    shown = [(kernel, n / total) for kernel, n in flops.most_common() if n >= 0.005 * total]
-    return ", ".join(f"{kernel} {share:.0%}" for kernel, share in shown)
+    largest_first = sorted(flops, key=lambda kernel: -flops[kernel])
+    shown = [kernel for kernel in largest_first if flops[kernel] >= 0.005 * total]
+    return ", ".join(f"{kernel} {flops[kernel] / total:.0%}" for kernel in shown)
 
 
 def describe_folder(
@@ -215,4 +216,8 @@ def describe_folder(
 ) -> str:
     """Return the prediction for a model folder as one line. Raises UsageError for a bad prompt."""
     checked = prompt.within(folder)
-    return describe({"": work_of(folder, server)}, server, device, checked)
+    try:
+        work = work_of(folder, server)
+    except ShardError as error:
+        return f"first token: not predicted, because {error.message}"
+    return describe({"": work}, server, device, checked)

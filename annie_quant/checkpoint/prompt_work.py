@@ -111,7 +111,9 @@ def work_of(
         is_expert = experts and models.in_layer(module).startswith(f"{experts.module}.")
         sizes = routed if is_expert else linears
         add(sizes, kernel, weights, size)
-    head_bytes = head_bytes or folder.info(weight_name(folder, HEAD)).size_bytes
+    tied_head = weight_name(folder, HEAD)
+    if not head_bytes and tied_head in folder:
+        head_bytes = folder.info(tied_head).size_bytes
     return PromptWork(_shape_of(folder), linears, head_bytes, routed)
 
 

@@ -12,7 +12,7 @@ from command_line import CliRunner
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
-from annie_quant.checkpoint import ModelFolder, first_token, prompt_work
+from annie_quant.checkpoint import ModelFolder, dialects, first_token, prompt_work
 from annie_quant.checkpoint.decode_speed import DEVICES
 from annie_quant.checkpoint.first_token import NoRate, Prompt, prefill
 from annie_quant.checkpoint.prompt_work import PromptWork
@@ -157,6 +157,21 @@ def test_experts_count_by_the_share_that_a_token_passes() -> None:
     experts = config["num_hidden_layers"] * config["num_experts"]
     assert work.experts["bf16"][0] == experts * 3 * config["hidden_size"] * width
     assert work.shape.active_share == config["num_experts_per_tok"] / config["num_experts"]
+
+
+def test_a_tied_head_is_read_and_a_damaged_folder_is_named(tmp_path, monkeypatch) -> None:
+    folder = ModelFolder(TINY_ANNIE)
+    head = folder.tensors.pop("lm_head.weight")
+    assert prompt_work.work_of(folder).head_bytes == head.size_bytes  # the embedding's shape
+
+    quantize.run("direct", TINY_ANNIE, tmp_path / "x")
+    damaged = ModelFolder(tmp_path / "x")
+    scale = next(name for name in damaged if name.endswith("down_proj.weight_scale"))
+    broken = dialects.linears(damaged)
+    damaged.tensors.pop(scale)
+    monkeypatch.setattr(dialects, "linears", lambda folder: broken)
+    line = first_token.describe_folder(damaged)
+    assert line.startswith("first token: not predicted") and scale in line
 
 
 # ---- what is not known, and bad input

@@ -87,6 +87,11 @@ def test_metadata_hold_what_the_hub_searches_for(plan):
     assert len(again.eval_results) == len(data.eval_results) > 10
 
 
+def test_the_card_predicts_both_halves_of_the_speed(plan):
+    line = next(line for line in plan.card.splitlines() if "Predicted for one stream" in line)
+    assert "tok/s on NVIDIA GB10; first token after about" in line and "prompt tokens" in line
+
+
 def test_every_result_in_the_metadata_is_counted_again(plan, run):
     rows = [json.loads(line) for line in (run / "records.jsonl").open(encoding="utf-8")]
     document = json.loads((run / "run.json").read_text())

@@ -218,15 +218,7 @@ def read_tools(path: Path) -> list[JsonObject]:
             f"{path} is not a list of tools: {faults[0]}",
             '[{"type": "function", "function": {"name": ..., "parameters": {...}}}]',
         )
-    definitions: dict[str, JsonObject] = {}
-    for tool in tools:
-        name = tool["function"]["name"]
-        if definitions.setdefault(name, tool) != tool:
-            raise UsageError(
-                f"{path} defines the tool {name} twice, and differently",
-                "remove one of the definitions",
-            )
-    return list(definitions.values())
+    return tools
 
 
 @Parameter(name="*")

@@ -36,9 +36,17 @@ from annie_quant.data.log_sample import (
     split_conversations,
 )
 from annie_quant.data.masking import Scanner
-from annie_quant.data.model_rows import AnsweringModel, ReadBack, examples, read_back, write_rows
+from annie_quant.data.model_rows import (
+    SPLIT,
+    AnsweringModel,
+    ReadBack,
+    examples,
+    read_back,
+    write_rows,
+)
 from annie_quant.data.rows import read_rows
 from annie_quant.data.teachers import Options, offline
+from annie_quant.data.tool_exchanges import NO_ARGUMENTS_HINT, with_drawn_tools
 from annie_quant.data.workloads import WORKLOADS, gate_documents, has_labels
 from annie_quant.documents import ChatRow, RowProvenance, WorkloadFile
 from annie_quant.documents.persona import PERSONA_FILE, Category, Persona, load_persona
@@ -167,6 +175,8 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         behaviours.update(_behaviours(documents))
         workloads += documents
         lines += [*_generated_lines(persona, documents), *generated.lines]
+        _, undrawn = with_drawn_tools(persona, SPLIT)
+        lines += [f"left out: {reason}" for reason in undrawn]
     for workload in workloads:
         alone = replace(workload, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
@@ -267,9 +277,12 @@ def generated_rows(
             for why, k in written.left_out.items()
         ]
         return Generated(written.rows, limit or max_tokens(written.lengths, 1), lines)
-    if not persona.tools:
+    drawn, undrawn = with_drawn_tools(persona, SPLIT)
+    if undrawn and not drawn.tools and not sources.logs:
+        raise UsageError(undrawn[0], NO_ARGUMENTS_HINT)
+    if not drawn.tools:
         return Generated(
-            [], limit, ["the offline teacher writes calls alone, and there are no tools"]
+            [], limit, ["the offline teacher writes calls alone, and there are no tools to call"]
         )
     rows = offline_rows(persona, n, sources.seed)
     lines = [f"{len(rows)} calibration conversations are made by the offline teacher"]
@@ -281,7 +294,7 @@ def generated_rows(
 
 def offline_rows(persona: Persona, n: int, seed: int) -> list[ChatRow]:
     """Return at most n conversations by the offline teacher, of its categories in turn."""
-    teacher = offline.Offline("calibration")
+    teacher = offline.Offline(SPLIT)
     provenance: RowProvenance = {
         "teacher": "offline",
         "model": offline.TEMPLATES_MODEL,

@@ -51,8 +51,9 @@ def _answer_in_object(body: Fields) -> LoggedAnswer:
     message: Any = body if body.get("role") == "assistant" else None
     choices = body.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
-        first = choices[0]
-        message = first.get("message") if first.get("index") in (None, 0) else None
+        objects = [choice for choice in choices if isinstance(choice, Mapping)]
+        first = next((c for c in objects if c.get("index") in (None, 0)), {})
+        message = first.get("message")
         reason = first.get("finish_reason")
     elif body.get("done") is True:  # Ollama's
         message = body.get("message")

@@ -24,11 +24,12 @@ import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.untrusted import JsonObject, decode_json
@@ -43,6 +44,15 @@ MAX_CONVERSATION_CHARACTERS = (
     2_000_000  # of one conversation: over 256k tokens, more than any model reads
 )
 _BATCH_ROWS = 256
+_GZIP = b"\x1f\x8b"
+# First bytes of files that are no text.
+_ARCHIVES = {
+    b"\x28\xb5\x2f\xfd": "a Zstandard file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zX": "an xz file",
+    b"PK\x03\x04": "a ZIP archive",
+    b"SQLi": "an SQLite database",
+}
 ROW_LISTS = ("data", "train", "batch")  # fields of an object that is a file of rows
 PlacedRow = tuple[str, object]  # its place (file and line), and its content
 MAX_ROWS_BEFORE_FORM = 100  # that no source recognises
@@ -86,6 +96,8 @@ def read_logs(
     for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
         try:
             yield from _File(path, problems).conversations()
+        except Unusable as reason:
+            problems.add(str(reason), path.name, unit="files")
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -117,7 +129,7 @@ class _File:
     def conversations(self) -> Iterator[Conversation]:
         waiting: list[tuple[str, JsonObject]] = []
         place = self.path.name
-        for place, row in self._rows():
+        for place, row in self._whole_rows():
             if not isinstance(row, dict):
                 self.problems.add("not a JSON object", place)
                 continue
@@ -179,6 +191,13 @@ class _File:
                 conversation.place = place
                 yield conversation
 
+    def _whole_rows(self) -> Iterator[PlacedRow]:
+        """Yield the rows up to where compressed data are damaged, which is counted."""
+        try:
+            yield from self._rows()
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            self.problems.add("compressed data that end early or are damaged", self.path.name)
+
     def _rows(self) -> Iterator[PlacedRow]:
         suffix = self.path.suffix
         if suffix == ".gz":
@@ -203,7 +222,7 @@ class _File:
                         _skip_line(file)
                         size = MAX_LOG_LINE_BYTES // 1_000_000
                         raise Unusable(f"a line of more than {size} MB")
-                    line = line.strip()
+                    line = line.strip().removeprefix(codecs.BOM_UTF8)  # of files that were joined
                     if line[:1] in (b"{", b"["):
                         yield from ((place, row) for row in _entries(_decoded(line)))
                     elif line:
@@ -214,8 +233,9 @@ class _File:
 
 def _document(path: Path) -> object:
     """Return the value of a JSON file; None where the file is not one JSON document, such as JSON lines."""
+    text = _open(path).read()
     try:
-        return decode_json(_open(path).read())
+        return decode_json(text)
     except ValueError:
         return None
 
@@ -261,7 +281,7 @@ def _decoded(line: bytes) -> object:
     try:
         record = decode_json(line, lenient=True)
     except ValueError:
-        raise Unusable("a line that is not JSON") from None
+        raise Unusable(f"a line that is not {'JSON' if _is_utf8(line) else 'UTF-8'}") from None
     try:
         json.dumps(record, allow_nan=False)
     except ValueError:
@@ -269,13 +289,32 @@ def _decoded(line: bytes) -> object:
     return record
 
 
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _open(path: Path) -> IO[bytes]:
-    """Open a log, positioned after its byte order mark where it has one."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    file: IO[bytes] = opener(path, "rb")
-    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-        file.seek(0)
-    return file
+    """Open a log as UTF-8, whatever its name says: gzip and UTF-16 are recognised by their first bytes.
+
+    Raises Unusable for another kind of archive.
+    """
+    file: Any = path.open("rb")
+    if file.peek(4).startswith(_GZIP):
+        file = gzip.GzipFile(fileobj=file)
+    head = file.peek(4)[:4]
+    kind = next((name for magic, name in _ARCHIVES.items() if head.startswith(magic)), None)
+    if kind is not None:
+        file.close()
+        raise Unusable(f"{kind}, which is not read: unpack it")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return cast(IO[bytes], codecs.EncodedFile(file, "utf-8", "utf-16", "replace"))
+    if head.startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return cast(IO[bytes], file)
 
 
 def _table_rows(path: Path, suffix: str) -> Iterator[PlacedRow]:

@@ -60,6 +60,7 @@ MESSAGE_PARTS = {
     "text": (TEXT, "text"),
     "input_text": (TEXT, "text"),
     "output_text": (TEXT, "text"),
+    "refusal": (TEXT, "refusal"),
     "thinking": (THOUGHT, "thinking"),
     "redacted_thinking": (SKIPPED, ""),
     "tool_use": (_CALL, "input"),
@@ -108,9 +109,10 @@ OPENAI = MessageForm("role", "content", _ROLES, MESSAGE_PARTS)
 SHAREGPT = MessageForm("from", "value", SHAREGPT_ROLES, {})
 OTEL = MessageForm("role", "parts", _ROLES, OTEL_PARTS)
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+REFUSAL = "refusal"  # of an answer without content
 CALL_FIELDS = ("tool_calls", "function_call")
 RESULT_FIELDS = ("tool_call_id", "tool_name")
-READ_FIELDS = frozenset((*THOUGHT_FIELDS, *CALL_FIELDS, *RESULT_FIELDS, *FILE_FIELDS))
+READ_FIELDS = frozenset((REFUSAL, *THOUGHT_FIELDS, *CALL_FIELDS, *RESULT_FIELDS, *FILE_FIELDS))
 
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
@@ -208,7 +210,9 @@ def _answer(raw: Fields, content: _Content) -> ChatMessage:
     calls = content.calls + _calls(raw.get("tool_calls"))
     if raw.get("function_call") is not None:
         calls.append(_call({"function": raw["function_call"]}))
-    text = content.text
+    text = content.text or _text_in(raw, REFUSAL)
+    if raw.get("weight") == 0:
+        raise Unusable("an answer with weight 0, from which a model is not to learn")
     if _PLACEHOLDER.search(text):
         raise Unusable(PLACEHOLDER)
     opened = _THINK.match(text)

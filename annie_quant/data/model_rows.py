@@ -22,7 +22,7 @@ from annie_quant.core.untrusted import decode_json
 from annie_quant.data import exchanges
 from annie_quant.data.prompt_rules import rules_of
 from annie_quant.data.row_rules import Row, faults
-from annie_quant.data.tool_exchanges import draw_exchange
+from annie_quant.data.tool_exchanges import draw_exchange, with_drawn_tools
 from annie_quant.data.tool_results import draw_result
 from annie_quant.documents import ChatMessage, ChatRow, RowProvenance
 from annie_quant.documents.persona import Persona, Tool
@@ -40,11 +40,12 @@ MAX_EXAMPLE = 300  # characters
 
 
 class ModelAnswer(NamedTuple):
-    """complete: whether the model ended it, and not the token limit."""
+    """complete: whether the model ended it, and not the token limit. refused: why the chat template cannot render its prompt."""
 
     message: ChatMessage
     complete: bool
     n_tokens: int
+    refused: str = ""
 
 
 class AnsweringModel(Protocol):
@@ -101,7 +102,8 @@ def write_rows(
         answers = model.answer(conversations, persona.tools, ROW_MAX_TOKENS, progress, text)
         remaining = []
         for talk, answer in zip(active, answers, strict=True):
-            lengths.append(answer.n_tokens)
+            if not answer.refused:
+                lengths.append(answer.n_tokens)
             reason = _continue(talk, answer, persona, rng)
             if reason:
                 left_out[reason] += 1
@@ -138,6 +140,7 @@ def write_rows(
 
 def _first_messages(persona: Persona, n: int, rng: random.Random) -> list[_Talk]:
     """Return up to n conversations of a system prompt and a user's message that no other one has."""
+    persona, _ = with_drawn_tools(persona, SPLIT)
     talks: list[_Talk] = []
     known: set[str] = set()
     for index in range(n):
@@ -178,6 +181,8 @@ def _continue(talk: _Talk, answer: ModelAnswer, persona: Persona, rng: random.Ra
 
     Returns why the conversation is left out, or "".
     """
+    if answer.refused:
+        return f"the chat template refuses it: {answer.refused}"
     if not answer.complete:
         return f"an answer is longer than {ROW_MAX_TOKENS} tokens"
     talk.messages.append(answer.message)

@@ -12,6 +12,7 @@ from annie_quant.data.conversations import (
     Unusable,
     append_to,
     assistant_message,
+    names,
     result_message,
     user_message,
 )
@@ -19,15 +20,27 @@ from annie_quant.data.message_forms import OPENAI, flat_call, read_message
 from annie_quant.documents import ChatMessage
 
 NO_CONTENT = ("ghost_snapshot",)
+# Fields of a request that requests with a text as `input` to other APIs do not have.
+OWN_FIELDS = names(
+    "instructions max_output_tokens previous_response_id conversation store reasoning text truncation include "
+    "parallel_tool_calls tools tool_choice stream background"
+)
 
 
-def is_response_request(value: object) -> bool:
-    """Return whether an object is a request of the Responses API; a request for embeddings has an input of texts."""
+def is_response_request(value: object, is_named: bool = False) -> bool:
+    """Return whether an object is a request of the Responses API.
+
+    Text alone is also the input of an embedding, or a row of an instruction data set: it counts with a field that only
+    the Responses API has.
+
+    is_named: the record names the API, or has a response of it.
+    """
     if not isinstance(value, Mapping) or "messages" in value:
         return False
     items = value.get("input")
-    is_list = isinstance(items, list) and bool(items) and isinstance(items[0], Mapping)
-    return is_list or (isinstance(items, str) and "encoding_format" not in value)
+    if isinstance(items, str):
+        return is_named or bool(value.keys() & OWN_FIELDS)
+    return isinstance(items, list) and bool(items) and isinstance(items[0], Mapping)
 
 
 def read_items(request: JsonObject, response: object, notes: list[Note]) -> list[ChatMessage]:

@@ -285,8 +285,12 @@ class ValueDrawer:
         if depth < MAX_SCHEMA_DEPTH:
             most = min(int(node.get("maxItems", MAX_ITEMS)), n + MAX_ITEMS - 1)
             n = self.rng.randint(n, max(n, most))
-        schemas = [*node.get("prefixItems", ())[:n]]
-        schemas += [node.get("items", {})] * (n - len(schemas))
+        first = node.get("prefixItems", ())
+        rest = node.get("items", {})
+        if isinstance(rest, list):  # a tuple until draft 2019-09
+            first = rest
+            rest = node.get("additionalItems", {})
+        schemas = [*first[:n], *[rest] * (n - len(first))]
         items = [self.value(schema, name.removesuffix("s"), depth + 1) for schema in schemas]
         if _has(name, ("range", "interval", "between", "bereich", "zeitraum")):
             keys = [_sort_key(item) for item in items]

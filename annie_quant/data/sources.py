@@ -24,11 +24,12 @@ from annie_quant.data.conversations import (
 )
 from annie_quant.data.logged_answers import LoggedAnswer, read_answer, whole_answer
 from annie_quant.data.message_forms import OPENAI, OTEL, SHAREGPT, read_message, read_messages
-from annie_quant.data.response_items import is_response_request, read_items
+from annie_quant.data.response_items import OWN_FIELDS, is_response_request, read_items
 from annie_quant.data.tool_forms import tools_of
 
 Path = tuple[str, ...]  # names of fields, one inside the other
 
+_HTTP_SUCCESS = (200, 299)
 _TIME_FIELDS = ("time", "timestamp", "start_time", "startTime", "created_at", "created")
 LLAMA_CPP = "log_server_r"  # the field of a row that logs.py makes of llama.cpp's text log
 # Fields of a record that are known and not read: a request's settings, and who, when, and how long.
@@ -93,6 +94,7 @@ def conversation_of(record: object) -> Conversation:
 
 def _read_envelope(record: JsonObject, envelope: _Envelope) -> Conversation:
     request = _request(record, envelope)
+    _check_success(record)
     notes: list[Note] = []
     messages = read_messages(_decoded(request["messages"]), OPENAI, notes)
     places = (_at(record, path) for path in envelope.answers)
@@ -110,6 +112,16 @@ def _read_envelope(record: JsonObject, envelope: _Envelope) -> Conversation:
         whole_answer({}, record.get("finish_reason"))
     _note_unknown(record, request, envelope, notes)
     return _finished(record, request, messages, offered, system, notes)
+
+
+def _check_success(record: Fields) -> None:
+    """Raise Unusable for a record of a request that failed: what it has for an answer is another text."""
+    for name in ("status", "status_code"):
+        status = integer(record.get(name))
+        if status is not None and not _HTTP_SUCCESS[0] <= status <= _HTTP_SUCCESS[1]:
+            raise Unusable(f"a request with status {status}")
+    if record.get("error"):
+        raise Unusable("an error in place of an answer")
 
 
 def _finished(
@@ -149,10 +161,11 @@ def _system_text(system: object) -> str:
 def _add_answer(messages: list[Any], answer: LoggedAnswer | None, notes: list[Note]) -> None:
     if answer is None:
         return
-    if messages and messages[-1]["role"] == "assistant":
-        notes.append(("answers", "the messages end with an answer already"))
-    else:
-        messages += read_message(answer[0], OPENAI, notes)
+    (message,) = read_message(answer[0], OPENAI, notes)
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append(message)
+    elif any(messages[-1].get(name) != message.get(name) for name in ("content", "tool_calls")):
+        raise Unusable("messages that end with the beginning of the answer")
 
 
 def _request(record: JsonObject, envelope: _Envelope) -> JsonObject:
@@ -289,24 +302,53 @@ def _otel_system(parts: object, notes: list[Note]) -> list[Any]:
 
 
 def _is_responses(row: JsonObject) -> bool:
-    return any(is_response_request(_at(row, path)) for path in CHAT.requests)
+    return _response_request(row) is not None
 
 
-def _read_responses(row: JsonObject) -> Conversation:
-    request = next(filter(is_response_request, (_at(row, path) for path in CHAT.requests)), None)
-    if request is None:
-        raise Unusable("no input in the record")
-    notes: list[Note] = []
+def _response_request(row: JsonObject) -> JsonObject | None:
+    """Return the row's request of the Responses API; None where it has none."""
+    response = _response_of(row)
+    url = str(row.get("url") or row.get("path") or "")
+    has_output = isinstance(response, Mapping) and isinstance(response.get("output"), list)
+    is_named = has_output or url.rstrip("/").endswith("/responses")
+    requests = (_at(row, path) for path in CHAT.requests)
+    return next((r for r in requests if is_response_request(r, is_named)), None)
+
+
+def _response_of(row: JsonObject) -> Any:
     response = _at(row, ("response",)) or _at(row, ("response_body",))
     if isinstance(response, dict) and isinstance(response.get("body"), dict):
         response = response["body"]
-    messages = read_items(request, response, notes)
+    return response
+
+
+def _read_responses(row: JsonObject) -> Conversation:
+    request = _response_request(row)
+    if request is None:
+        raise Unusable("no input in the record")
+    _check_success(row)
+    notes: list[Note] = []
+    messages = read_items(request, _response_of(row), notes)
+    known = RECORD_METADATA | {path[0] for path in CHAT.requests if path} | {*_TIME_FIELDS}
+    known |= {*OWN_FIELDS, "input", "response", "response_body"}
+    for name in sorted(row.keys() - known):
+        notes.append(("fields", f"unknown field {name[:40]!r} of a record"))
     system = request.get("instructions") or ""
     return _finished(row, request, messages, request.get("tools"), system, notes)
 
 
 def _read_llama_cpp(row: JsonObject) -> Conversation:
     return _read_envelope(row[LLAMA_CPP], CHAT)
+
+
+def _is_batch_output(row: JsonObject) -> bool:
+    return "custom_id" in row and "response" in row and _at(row, ("response", "body")) is not None
+
+
+def _read_batch_output(row: JsonObject) -> Conversation:
+    raise Unusable(
+        "an answer of a batch without its request: join it with the batch's input file by custom_id"
+    )
 
 
 SOURCES = (
@@ -317,4 +359,5 @@ SOURCES = (
     Source("ShareGPT", _is_sharegpt, _read_sharegpt),
     Source("OpenAI chat", lambda row: _has_messages(row, CHAT), conversation_of),
     Source("OpenAI responses", _is_responses, _read_responses),
+    Source("batch output", _is_batch_output, _read_batch_output),
 )

@@ -38,6 +38,9 @@ from annie_quant.data.tool_results import draw_result
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 
+NO_ARGUMENTS_HINT = (
+    "init: give --logs, or an enum in the schema; data: --teacher claude-cli or --teacher openai"
+)
 MAX_ACTION = 160  # characters of a description that a request repeats
 FROM_THE_USER = {"return": "give me", "retrieve": "give me", "fetch": "give me"}
 AND = {"en": " and ", "de": " und "}
@@ -196,6 +199,20 @@ def up_to_result(persona: Persona, exchange: ToolExchange) -> list[ChatMessage]:
     return messages
 
 
+def with_drawn_tools(persona: Persona, split: str) -> tuple[Persona, list[str]]:
+    """Return the persona with the tools that requests can be made for, and why there are none for the others."""
+    tools = []
+    reasons = []
+    for tool in persona.tools:
+        try:
+            _draw_call(persona, tool["function"]["name"], random.Random(0), split)
+        except UsageError as error:
+            reasons.append(error.message)
+        else:
+            tools.append(tool)
+    return msgspec.structs.replace(persona, tools=tuple(tools)), reasons
+
+
 def impossible_request(persona: Persona, rng: random.Random, split: str) -> tuple[str, str] | None:
     """Return (request, reply) of a request that no tool can fulfil; None where the persona has no such phrasings."""
     grammar = grammar_of(persona.source) if persona.is_built_in else None
@@ -277,7 +294,7 @@ def _from_schema(persona: Persona, tool: Schema, rng: random.Random, split: str)
     except NoValue as error:
         raise UsageError(
             f"the offline teacher draws no arguments for {tool['name']}: {error}",
-            "init: give --logs, or an enum in the schema; data: --teacher claude-cli or --teacher openai",
+            NO_ARGUMENTS_HINT,
         ) from error
     phrases = rules.phrases
     text = arguments_in_words(arguments, rules.language)

@@ -36,9 +36,18 @@ def tools_of(raw: object) -> tuple[list[LoggedTool], list[str]]:
     faults = []
     for item in _definitions(raw):
         try:
-            tools.append(_tool(item))
+            tool = _tool(item)
         except Unusable as reason:
             faults.append(str(reason))
+            continue
+        name = tool["function"]["name"]
+        same = [other for other in tools if other["function"]["name"] == name]
+        if same == [tool]:
+            continue
+        if same:
+            faults.append(f"it defines the tool {name} twice, in two ways")
+        else:
+            tools.append(tool)
     return tools, faults
 
 

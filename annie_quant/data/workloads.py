@@ -47,6 +47,7 @@ from annie_quant.data.tool_exchanges import (
     draw_exchange,
     impossible_request,
     up_to_result,
+    with_drawn_tools,
 )
 from annie_quant.documents import (
     RECIPE_FILE,
@@ -206,18 +207,18 @@ def gate_documents(
 
 
 def _documents(persona: Persona, n: int, seed: int) -> Iterator[WorkloadFile]:
-    tools = [t["function"]["name"] for t in persona.tools]
-    if tools:
+    drawn, _ = with_drawn_tools(persona, GATE_SPLIT)
+    if drawn.tools:
         yield _document(
             persona,
             "tool_calls",
             ("tool_call", "tool_arguments"),
-            _cases(n, seed, _call_case, persona),
+            _cases(n, seed, _call_case, drawn),
         )
-        parallel = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _parallel_case, persona)
+        parallel = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _parallel_case, drawn)
         if parallel:
             yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
-        results = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _result_case, persona)
+        results = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _result_case, drawn)
         yield _document(persona, "tool_results", ("recall",), results)
     yield _document(persona, "no_tool", ("abstention",), _cases(n, seed, _no_tool_case, persona))
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from annie_quant.checkpoint.chat_template import ConversationRefused
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.data.conversations import assistant_message
 from annie_quant.data.model_rows import ModelAnswer
 from annie_quant.documents import ChatMessage
 from annie_quant.documents.persona import Tool
@@ -47,16 +49,21 @@ class ModelAnswers:
         """Return the answers in order, with an estimate of the end as progress."""
         workload = _workload(max_tokens)
         requests = []
+        answers: dict[int, ModelAnswer] = {}
         for index, messages in enumerate(conversations):
             case = Case(str(index), messages=tuple(messages), tools=tuple(tools))
-            requests.append(self.template.request(workload, case))
-        answers: list[ModelAnswer] = []
+            try:
+                requests.append(self.template.request(workload, case))
+            except ConversationRefused as error:
+                answers[index] = ModelAnswer(assistant_message(""), False, 0, error.reason)
         start = time.monotonic()
         for at in range(0, len(requests), ANSWERS_PER_STEP):
             progress.update(at, len(requests), f"{text}{_end_time(start, at, len(requests))}")
-            answers += self._complete(requests[at : at + ANSWERS_PER_STEP])
+            step = requests[at : at + ANSWERS_PER_STEP]
+            for request, answer in zip(step, self._complete(step), strict=True):
+                answers[int(request.case.id)] = answer
         progress.update(len(requests), len(requests), text)
-        return answers
+        return [answers[index] for index in range(len(conversations))]
 
     def _complete(self, requests: Sequence[OfflineRequest]) -> list[ModelAnswer]:
         completions = self.reference.complete(requests, SILENT)

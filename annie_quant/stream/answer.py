@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import resource
@@ -16,6 +17,8 @@ from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject, decode_json, limited
 from annie_quant.stream.calls import CallAssembler, StreamedCall
 from annie_quant.stream.texts import joined
+
+MIN_REPEATS = 4  # pieces of text, from which repeated text is no chance
 
 
 @dataclass(slots=True)
@@ -125,9 +128,18 @@ class StreamedAnswer:
 
     def end(self) -> None:
         """Join what was received in pieces."""
+        if _repeats(self.text):
+            self.warn("each piece of text repeats the text before it: only the last one is read")
+            del self.text[:-1]
         self.text = [joined(self.text)] if self.text else []
         self.reasoning = [joined(self.reasoning)] if self.reasoning else []
         self.calls = dict(enumerate(self.assembler.result()))
+
+
+def _repeats(pieces: list[str]) -> bool:
+    """Return whether each piece begins with the one before it and is longer: a server that sends all text until now."""
+    steps = itertools.pairwise(pieces)
+    return len(pieces) >= MIN_REPEATS and all(len(a) < len(b) and b.startswith(a) for a, b in steps)
 
 
 # ---- reasons of a failed request: a short cause for tables and a one-line message for people

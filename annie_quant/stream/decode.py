@@ -327,7 +327,7 @@ _OTHER_APIS = {
 # Fields of a delta that are read, or that repeat or describe what is read.
 _READ = ("role", "content", "refusal", "tool_calls", "function_call", "extra_content")
 _THINKING = ("reasoning", "reasoning_content", "reasoning_text", "thinking", "reasoning_details")
-_DESCRIPTIONS = ("name", "prefix", "thinking_blocks", "annotations", "audio", "citations", "images")
+_DESCRIPTIONS = ("name", "prefix", "thinking_blocks", "annotations", "citations")
 _OTHERS = ("token_ids", "provider_specific_fields")
 _DELTA_FIELDS = frozenset((*_READ, *_THINKING, *_DESCRIPTIONS, *_OTHERS))
 
@@ -384,7 +384,13 @@ def _read_delta(answer: StreamedAnswer, delta: JsonObject, completion: object, s
         text = ""
     given = (text_of(delta.get(name)) for name in _THINKING)
     reasoning = next(filter(None, given), "")
-    tools = _tool_calls(delta)
+    tools = []
+    for call in _tool_calls(delta):
+        kind = call.get("type") or ("custom" if "custom" in call else "function")
+        if kind == "function":
+            tools.append(call)
+        else:
+            answer.warn(f"not read: a tool call of type {str(kind)[:MAX_NAME]!r}")
     unread = [f"a content part of type {kind!r}" for kind in other]
     unread += [
         f"the field {name[:MAX_NAME]!r}"

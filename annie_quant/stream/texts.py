@@ -75,6 +75,8 @@ def split_parts(content: object) -> tuple[str, str, list[str]]:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(part, dict) and (part.get("thought") is True or _THINKING.search(str(kind))):
             thinking.append(text_of(part))
+        elif isinstance(part, (bool, int, float)):
+            other.append(type(part).__name__)
         elif kind in _TEXT_PARTS:
             text.append(text_of(part))
         else:

@@ -206,3 +206,45 @@ def test_a_field_of_any_type_gives_a_record(pieces: list[bytes], data: st.DataOb
         and times.completion_tokens >= 0
     )
     json.dumps([answer.usage, answer.server_timings, answer.model, answer.finish_reason])
+
+
+@pytest.mark.parametrize(
+    ("delta", "warning"),
+    [
+        (
+            {"tool_calls": [{"index": 0, "type": "custom", "custom": {"name": "f", "input": "x"}}]},
+            "not read: a tool call of type 'custom'",
+        ),
+        (
+            {"tool_calls": [{"index": 0, "custom": {"input": "x"}}]},
+            "not read: a tool call of type 'custom'",
+        ),
+        ({"content": 5}, "not read: a content part of type 'int'"),
+        ({"content": True}, "not read: a content part of type 'bool'"),
+        ({"audio": {"transcript": "Hi"}}, "not read: the field 'audio'"),
+    ],
+)
+def test_what_a_delta_has_and_is_not_read_is_named(delta, warning):
+    answer = _read([{"choices": [{"index": 0, "delta": delta}]}])
+    assert answer.warnings == [warning]
+    assert not answer.text and not answer.calls
+
+
+def test_text_that_each_event_sends_from_its_beginning_is_read_once():
+    whole = "The lamp is on shelf 3."
+    pieces = [whole[:n] for n in (3, 8, 11, 23)]
+    answer = _read([{"choices": [{"index": 0, "delta": {"content": p}}]} for p in pieces])
+    assert answer.text == [whole]
+    assert answer.warnings == [
+        "each piece of text repeats the text before it: only the last one is read"
+    ]
+    laugh = _read(
+        [{"choices": [{"index": 0, "delta": {"content": p}}]} for p in ("ha", "ha", "ha", "haha")]
+    )
+    assert laugh.text == ["hahahahaha"] and not laugh.warnings
+
+
+def _read(chunks):
+    events = [json.dumps(c).encode() for c in chunks]
+    frames = [decode.Frame(n, decode.DATA, 0, n, b"data: " + e, e) for n, e in enumerate(events)]
+    return decode.read_answer(frames)

@@ -15,10 +15,12 @@ from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
 from annie_quant.data.teachers import Options, TeacherBatch
 from annie_quant.data.tool_exchanges import (
+    NO_ARGUMENTS_HINT,
     calls_alone,
     draw_exchange,
     impossible_request,
     messages_of,
+    with_drawn_tools,
 )
 from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
@@ -47,13 +49,16 @@ class Offline:
         nothing is left.
         """
         chosen = []
+        drawn, reasons = with_drawn_tools(persona, self.split)
         for category in persona.categories:
             has_templates = persona.is_built_in and category.name in TEMPLATE_CATEGORIES
             is_call = category.tool is not None and (persona.is_built_in or category.turns == 1)
-            if is_call:
-                self.draw(persona, category, random.Random(0))
+            if category.tool is not None and drawn.tool(category.tool) is None:
+                continue
             if is_call or has_templates:
                 chosen.append(category)
+        if not chosen and reasons:
+            raise UsageError(reasons[0], NO_ARGUMENTS_HINT)
         if not chosen:
             names = ", ".join(category.name for category in persona.categories)
             raise UsageError(

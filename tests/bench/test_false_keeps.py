@@ -470,7 +470,7 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
     import numpy as np
     from safetensors.numpy import save_file
 
-    from annie_quant.bench import backend
+    from annie_quant.bench import backend, weight_format
 
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": np.zeros((8, 8), np.float16)}, tmp_path / "model.safetensors")
@@ -481,8 +481,8 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
     assert backend.served_format("http://10.0.0.1:8000", {}, {"root": str(tmp_path)}) is None
     assert backend.served_format(local, {"model_path": str(tmp_path / "none.gguf")}, {}) is None
     assert (
-        backend.most([("F32", 10), ("BF16", 1000)]) == "BF16"
-        and backend.most([("BF16", 1000), ("Q4_K", 10)]) == "Q4_K"
+        weight_format.most([("F32", 10), ("BF16", 1000)]) == "BF16"
+        and weight_format.most([("BF16", 1000), ("Q4_K", 10)]) == "Q4_K"
     )
 
 

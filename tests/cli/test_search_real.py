@@ -10,7 +10,7 @@ from command_line import annie_quant
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
-from annie_quant.cli.pipeline import search
+from annie_quant.cli.pipeline import search, search_diagnosis
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SilentConsole
@@ -46,7 +46,7 @@ def few_hardened(monkeypatch):
 
     What follows from them: test_search_decide.py.
     """
-    monkeypatch.setattr(search, "HARDENED_N", 2)
+    monkeypatch.setattr(search_diagnosis, "HARDENED_N", 2)
     monkeypatch.setattr(search, "KL_CONVERSATIONS", 2)
 
 

@@ -24,11 +24,13 @@ def write_model(folder: Path) -> None:
 def write_logs(folder: Path) -> None:
     """Write prompt.txt (Annie's, with one more sentence), tools.json and chats.jsonl: 200 logged chats."""
     annie = json.loads((PERSONAS_FOLDER / "annie.json").read_text())
-    annie["system_prompt"] += " Today is Sunday."
-    (folder / "persona.json").write_text(json.dumps(annie))
-    generate(folder / "persona.json", n=200, output=folder / "rows.jsonl", split="train")
-    rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
-    lines = [json.dumps({"messages": row["messages"], "tools": annie["tools"]}) for row in rows]
+    generate("annie", n=200, output=folder / "rows.jsonl", split="train")
+    prompt = annie["system_prompt"] + " Today is Sunday."
+    lines = []
+    for line in (folder / "rows.jsonl").read_text().splitlines():
+        turns = json.loads(line)["messages"][1:]
+        chat = {"messages": [{"role": "system", "content": prompt}, *turns]}
+        lines.append(json.dumps(chat | {"tools": annie["tools"]}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
-    (folder / "prompt.txt").write_text(annie["system_prompt"])
+    (folder / "prompt.txt").write_text(prompt)
     (folder / "tools.json").write_text(json.dumps(annie["tools"]))

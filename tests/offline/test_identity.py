@@ -275,11 +275,8 @@ def test_a_prompt_counts_once_per_gate(checkpoint, cache):
     assert max(row.n for row in rows.values()) == 2 == result.n_answers, (
         "nor in the gates that every workload has"
     )
-    assert {name: w.n_cases for name, w in result.workloads.items()} == {
-        "plain": 0,
-        "plain+2": 2,
-        "other": 0,
-    }
+    counts = {name: workload.n_cases for name, workload in result.workloads.items()}
+    assert counts["plain+2"] == sum(counts.values()) == 2
 
 
 def test_what_two_workloads_expect_of_one_prompt_is_expected_of_its_one_case():

@@ -1,4 +1,4 @@
-"""The decision tree as code: from the fewest bytes per token up; the first that keeps every gate that bf16 has is chosen.
+"""The steps of a search: from the fewest bytes per token up; the first that keeps every gate that bf16 has is chosen.
 
 Tried is `best`, also under budgets of bytes (best@1.5: at most 1.5 GB of weights per token), whose measurements are shared. With
 --all every strategy is tried, with --strategies only those, in their order.

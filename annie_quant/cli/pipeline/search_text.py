@@ -74,7 +74,7 @@ def reference_line(gates: documents.GateTable) -> str:
 
 
 def tree(result: documents.SearchResult) -> list[str]:
-    """Return the path through the decision tree, one line per step."""
+    """Return the steps of a search as a tree, one line per step."""
     lines = ["Does the bf16 model have the manners itself?"]
     if result.stopped:
         return [*lines, f"└── NO → {result.stopped}"]

@@ -222,6 +222,9 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     if kv_cache == "FP8" and has_divisors and not kv_names:
         kv_cache = None
         loss.append("the KV cache's cast to FP8 without scales: serve with --kv-cache-dtype fp8")
+    scheme = config.raw.get("kv_cache_scheme")
+    if scheme and config.kv_cache is None:
+        loss.append("the KV cache's format: only FP8 is written")
     modules = sorted(module for module in excluded if module)
     settings = dialect.settings(formats, modules, group, kv_cache)
     if per_head and has_divisors:
@@ -248,6 +251,11 @@ def check_convertible(model: QuantizedFolder, to: str) -> int:
     for linear in linears:
         if linear.format == "fp8":
             linear.check_fp8_scale(folder)
+    for linear in model.nvfp4:
+        scales = folder.info(linear.block_scale) if linear.block_scale else None
+        if scales is not None and scales.dtype != "F8_E4M3":
+            message = f"{scales.name}: {scales.dtype}, expected F8_E4M3"
+            raise CheckpointError(message, f"annie-quant audit {folder.path}")
     for linear in linears:
         if linear.block:
             message = f"{linear.name}: {to} is not written with FP8 in blocks"

@@ -657,3 +657,73 @@ def test_a_gguf_file_that_is_a_pointer(tmp_path):
     (tmp_path / "x.gguf").write_bytes(LFS)
     with pytest.raises(CheckpointError, match="git lfs pull"):
         open_reader(tmp_path / "x.gguf")
+
+
+# ---- settings by which the codes are other weights
+
+
+def with_settings(folder: Path, out: Path, **settings: object) -> Path:
+    """A copy whose quantization_config has these fields; those of its groups' weights are in `weights`, targets in `targets`."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    quant = config["quantization_config"]
+    for group in quant["config_groups"].values():
+        group["weights"] |= settings.get("weights", {})
+        group["targets"] = settings.get("targets", group["targets"])
+    quant |= {name: v for name, v in settings.items() if name not in ("weights", "targets")}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "rotates weights"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({"weights": {"symmetric": False}}, "zero points"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused(compressed, tmp_path, settings, reason):
+    folder = with_settings(compressed, tmp_path / "m", **settings)
+    (finding,) = aq.checkpoint.audit(folder).findings
+    assert finding.code == "settings_unread" and reason in finding.message
+    for target in ("modelopt", "bf16"):
+        with pytest.raises(CheckpointError, match=reason):
+            aq.checkpoint.convert(folder, target, tmp_path / target)
+        assert not (tmp_path / target).exists()
+    dense = with_settings(compressed, tmp_path / "d", sparsity_config={"format": "dense"})
+    assert aq.checkpoint.audit(dense).ok
+
+
+def test_a_linear_outside_of_the_groups_targets_is_a_fault(compressed, tmp_path):
+    folder = with_settings(compressed, tmp_path / "m", targets=["re:.*mlp.*"])
+    findings = aq.checkpoint.audit(folder).findings
+    assert {f.code for f in findings} == {"not_listed"}
+    assert not any("mlp" in f.tensor for f in findings)
+
+
+def test_block_scales_of_another_type_are_not_copied(nvfp4, tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    folder = ModelFolder(nvfp4)
+    plan = []
+    for tensor in folder:
+        values = folder.tensor(tensor)
+        plan.append(planned(tensor, values.view(np.uint8) if tensor == name else values))
+    shutil.copytree(nvfp4, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    write(tmp_path / "m", plan)
+    with pytest.raises(CheckpointError, match=f"{name}: U8, expected F8_E4M3"):
+        aq.checkpoint.convert(tmp_path / "m", "compressed-tensors", tmp_path / "ct")
+    assert not (tmp_path / "ct").exists()
+
+
+def test_a_kv_cache_format_that_is_not_written_is_named(compressed, tmp_path):
+    scheme = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True}
+    folder = with_settings(compressed, tmp_path / "m", kv_cache_scheme=scheme)
+    made = aq.checkpoint.convert(folder, "modelopt", tmp_path / "mo")
+    assert "the KV cache's format: only FP8 is written" in made.loss
+
+
+def test_the_servers_name_of_modelopts_layout(nvfp4, tmp_path):
+    folder = with_settings(nvfp4, tmp_path / "m", quant_method="modelopt_fp4")
+    audit = aq.checkpoint.audit(folder)
+    assert audit.ok and audit.summary.dialect == "modelopt"

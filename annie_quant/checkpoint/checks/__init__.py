@@ -54,7 +54,13 @@ DEADLY = {
 }
 
 # Findings with which servers differ, or about a tensor of which nothing is known.
-NOT_JUDGED = {"tensor_unknown", "tensor_repeated", "head_ambiguous", "vocab_size"}
+NOT_JUDGED = {
+    "settings_unread",
+    "tensor_unknown",
+    "tensor_repeated",
+    "head_ambiguous",
+    "vocab_size",
+}
 
 
 def fault(code: str, tensor: str, problem: str) -> Finding:

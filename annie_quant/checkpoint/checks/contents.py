@@ -54,8 +54,28 @@ def check_contents(model: QuantizedFolder) -> Iterator[Finding]:
     for file, reason in folder.unread.items():
         if other_formats.separate_file(file) is None:
             yield fault("file_unread", file, reason)
+    yield from check_unread_settings(folder)
     yield from check_tokens(folder)
     yield from check_head(model)
+
+
+def check_unread_settings(folder: ModelFolder) -> Iterator[Finding]:
+    """Check for settings of compressed-tensors by which the stored codes are other weights than they are read as here."""
+    quant = folder.quantization
+    if quant.get("transform_config"):
+        problem = "transform_config rotates weights and activations, which is not read here"
+        yield fault("settings_unread", "config.json", problem)
+    sparsity = quant.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        problem = f"sparsity_config has the format {printable(str(sparsity['format']), 40)}, which is not read here"
+        yield fault("settings_unread", "config.json", problem)
+    groups = quant.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("symmetric") is False:
+            problem = "its weights have zero points (symmetric: false), which are not read here"
+            yield fault("settings_unread", "config.json", problem)
+            return
 
 
 def read_input(folder: ModelFolder) -> QuantizedFolder:

@@ -116,7 +116,8 @@ def read(quant: JsonObject) -> QuantConfig:
     groups = list(settings.config_groups.values())
     kinds = {g.algorithm for g in groups} - {""}
     sizes = [g.weights.group_size for g in groups if g.weights and "NVFP4" in g.algorithm]
-    layers = algorithms_of_targets(groups) if len(kinds) > 1 else {}
+    takes_all = any(LINEAR_CLASS in group.targets for group in groups) or not groups
+    layers = {} if len(kinds) <= 1 and takes_all else algorithms_of_targets(groups)
     return QuantConfig(
         method=NAME,
         algo=MIXED if len(kinds) > 1 else next(iter(kinds), ""),

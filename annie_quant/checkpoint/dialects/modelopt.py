@@ -34,6 +34,7 @@ from annie_quant.models import attention_of
 from annie_quant.models.formats import GROUP, LARGEST_E4M3, MIXED, Format
 
 NAME = "modelopt"
+VLLM_NAME = "modelopt_fp4"  # vLLM's and SGLang's name of the same layout
 HF_QUANT_CONFIG = "hf_quant_config.json"
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.json names it
 
@@ -43,9 +44,11 @@ def matches(folder: ModelFolder) -> bool:
 
     The configuration names it, or names none and the tensors are in its layout.
     """
-    named = bool(folder.quantization.get("quant_method"))
-    return names_dialect(folder, NAME, ".weight_scale_2") or (
-        not named and folder.json(HF_QUANT_CONFIG) is not None
+    method = folder.quantization.get("quant_method")
+    return (
+        method == VLLM_NAME
+        or names_dialect(folder, NAME, ".weight_scale_2")
+        or (not method and folder.json(HF_QUANT_CONFIG) is not None)
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from annie_quant.checkpoint.chat_template import ConversationRefused
 from annie_quant.checkpoint.prompt_files import model_files
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
@@ -242,16 +243,24 @@ def answer_workloads(
     workloads: Sequence[Workload],
     generate: Callable[[Sequence[OfflineRequest]], list[Completion]],
 ) -> list[Answered]:
-    """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
+    """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers.
+
+    A conversation ends before a turn whose prompt the chat template refuses.
+    """
     cases = [(w, c) for w in workloads for c in w.cases]
     messages: dict[tuple[str, str], list[ChatMessage]] = {(w.name, c.id): [] for w, c in cases}
     answered = []
     for turn in range(max((c.n_turns for _, c in cases), default=0)):
-        requests = [
-            template.request(w, c, turn, messages[w.name, c.id])
-            for w, c in cases
-            if turn < c.n_turns
-        ]
+        requests = []
+        for w, c in cases:
+            earlier = messages[w.name, c.id]
+            if turn >= c.n_turns or len(earlier) < turn:
+                continue
+            try:
+                requests.append(template.request(w, c, turn, earlier))
+            except ConversationRefused:
+                if turn == 0:
+                    raise
         for request, completion in zip(requests, generate(requests), strict=True):
             messages[request.conversation].append(template.message(request, completion))
             answered.append(Answered(request, completion))
@@ -326,8 +335,12 @@ def answer_from_differences(
             difference = differences.get(i)
             if request.conversation in changed:
                 earlier = messages[request.conversation]
-                own = template.request(request.workload, request.case, turn, earlier)
-                work.append(_Continuation(i, own, []))
+                try:
+                    own = template.request(request.workload, request.case, turn, earlier)
+                except ConversationRefused:  # a server would refuse it: no answer
+                    outcomes[i] = AnswerOutcome(request, Completion([], False), False, 0)
+                else:
+                    work.append(_Continuation(i, own, []))
             elif difference is None:
                 agreed = len(completion.tokens) + completion.finished
                 outcomes[i] = AnswerOutcome(request, completion, True, agreed)

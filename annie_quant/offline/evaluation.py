@@ -234,6 +234,7 @@ def prepare_evaluation(pair: ModelPair, workloads: Sequence[Workload]) -> Baseli
     notes += length_notes(job.reference, answered)
     notes += cut_notes(answered)
     notes += [f"left out: {line}" for line in refused]
+    notes += unanswered_notes(workloads, answered)
     notes += [f"not scored: {line}" for line in not_scored.lines()]
     notes += shortages(workloads, job.n_per_gate or 0)
     notes += template_notes(pair.template, workloads)
@@ -435,6 +436,18 @@ def length_notes(reference: Path, answered: Sequence[Answered]) -> list[str]:
     return [
         f"{count} prompts are longer than the model's context of {context:,} tokens (the longest {longest:,}): servers refuse them"
     ]
+
+
+def unanswered_notes(workloads: Sequence[Workload], answered: Sequence[Answered]) -> list[str]:
+    """Return how many later turns have no answer, because the chat template refuses bf16's own earlier ones."""
+    n_answers = Counter(request.conversation for request, _ in answered)
+    cases = [(w.name, c) for w in workloads for c in w.cases]
+    short = [(name, c) for name, c in cases if n_answers[name, c.id] < c.n_turns]
+    if not short:
+        return []
+    n_turns = sum(c.n_turns - n_answers[name, c.id] for name, c in short)
+    reason = "the chat template refuses them after bf16's own answers"
+    return [f"left out: {n_turns} later turns ({reason}, first in {short[0][0]}/{short[0][1].id})"]
 
 
 def cut_notes(answered: Sequence[Answered]) -> list[str]:

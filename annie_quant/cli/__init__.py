@@ -28,7 +28,10 @@ app = cyclopts.App(
     help_flags=["-h", "--help"],
     help_format="plaintext",
     version_flags=[],
-    default_parameter=cyclopts.Parameter(negative=(), show_default=describe_default),
+    # An option that is repeated counts as it was written last.
+    default_parameter=cyclopts.Parameter(
+        negative=(), show_default=describe_default, allow_repeating=True
+    ),
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )

@@ -306,3 +306,11 @@ def test_an_interrupt_says_what_is_saved(
     printed = capsys.readouterr().err
     assert message in printed
     assert ("saved" in printed) == (command == "bench")
+
+
+def test_an_option_that_is_repeated_counts_as_it_was_written_last(tmp_path: Path) -> None:
+    output = tmp_path / "c.jsonl"
+    options = ["--persona", "nobody", "--persona", "annie", "--n", "30", "--output", str(output)]
+    done = own_process("data", *options)
+    assert done.returncode == 0, done.stderr
+    assert len(output.read_text().splitlines()) == 30

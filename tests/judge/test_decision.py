@@ -343,3 +343,17 @@ def test_the_outcome_is_undecided_while_a_gate_is():
     assert judge.verdict(typed(mlp_only=side(tools=20))).outcome == "loses"
     assert decision.served_as(aggregates, "q4_k_m") == "q4_k_m"
     assert decision.served_as(aggregates, "other") is None
+
+
+def test_cut_answers_are_not_read_as_what_the_gates_are_for() -> None:
+    """An answer that max_tokens cut fails every gate; the text of this one shows no thinking and no markdown."""
+    served = {"a": side(tools=0, leaks=2, n=2)}
+    finding = {
+        "code": "cut_answers",
+        "severity": "confound",
+        "message": "a: 2 of 2 answers were cut at max_tokens",
+        "backends": ["a"],
+    }
+    verdict = judge.verdict({"served": served, "confounds": [finding]})
+    assert verdict.sentence == "CONFOUNDED (cut answers): nothing is decided."
+    assert "Next: a: 2 of 2 answers were cut at max_tokens." in verdict.head

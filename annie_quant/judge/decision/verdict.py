@@ -60,6 +60,8 @@ VERDICTS: dict[Outcome, GateVerdict] = {
     outcome: verdict for verdict, outcome in wording.OUTCOMES.items()
 }
 _SEVERITIES = ("confound", "fault", "note")
+# As findings name it (bench/confounds.py).
+_CUT_ANSWERS = "cut answers"
 
 
 # ---- an evaluation
@@ -438,7 +440,10 @@ def run_verdict(
 def _first_screen(aggregates: Aggregates, chosen: Decision) -> tuple[str, list[str]]:
     label = label_of(aggregates, chosen.candidate)
     incumbent = chosen.roles.incumbent
-    if chosen.confounded:
+    if _CUT_ANSWERS in chosen.confounded:
+        messages = (f.message for f in chosen.confounds if f.code == "cut_answers")
+        next_step = next(messages, wording.CONFOUNDED_NEXT)
+    elif chosen.confounded:
         next_step = wording.CONFOUNDED_NEXT
     elif aggregates.served:
         other = label_of(aggregates, incumbent) if incumbent else ""
@@ -450,7 +455,9 @@ def _first_screen(aggregates: Aggregates, chosen: Decision) -> tuple[str, list[s
     if chosen.confounded:
         other_side = incumbent or chosen.roles.reference
         warning = wording.confounded(chosen.confounded, other_side is not None)
-        sentence = f"{warning} {sentence}" if chosen.judged.having("loses") else warning
+        # A cut answer fails every gate, and says nothing about what the gates are for.
+        loses = chosen.judged.having("loses") and _CUT_ANSWERS not in chosen.confounded
+        sentence = f"{warning} {sentence}" if loses else warning
     return sentence, head
 
 

@@ -220,7 +220,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_files_that_give_other_prompts_or_answers_forbid_keeps(checkpoint, cache, tmp_path, name):
-    """Row 9 of issue 40: eval used the reference's tokenizer, and the verdict did not mention it."""
+    """Eval used the reference's tokenizer, and the verdict did not mention it."""
     edit, words = FAULTS[name]
     result = evaluated(edited(checkpoint, tmp_path / "x", edit), cache, workloads(limit=4))
     assert result.verdict.verdict != "keeps" and all(
@@ -251,7 +251,7 @@ def test_files_that_give_the_same_are_a_note(checkpoint, cache, cut, tmp_path, n
 
 
 def test_a_prompt_under_other_ids_counts_once(checkpoint, cache):
-    """Row 12 of issue 40: one prompt 60 times counted as n = 60."""
+    """One prompt 60 times counted as n = 60."""
     [plain, talk] = workloads(1)
     many = replace(plain, cases=tuple(case(i, "What is 0 and 3?") for i in range(60)))
     other = replace(many, name="other", cases=many.cases[:30])
@@ -351,7 +351,7 @@ def shuffle(folder: Path, share: int = 1) -> None:
 def test_a_broken_export_exits_with_1_and_its_evaluation_carries_it(
     checkpoint, cache, tmp_path, gates, share, words, monkeypatch
 ):
-    """Row 2 of issue 40, on a workload that bf16 fails entirely, too."""
+    """Also on a workload that bf16 fails entirely."""
     broken = edited(checkpoint, tmp_path / "x", lambda folder: shuffle(folder, share))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     messages = [

@@ -264,7 +264,7 @@ def test_audit_faults_and_changed_figures_refuse(run, checkpoint, tmp_path):
 def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(
     run, checkpoint, tmp_path
 ):
-    """Row 4 of issue 40: the card showed the other folder's hash next to the good one's gates."""
+    """The card showed the other folder's hash next to the good one's gates."""
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     settings = json.loads((other / "generation_config.json").read_text())
     (other / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [3]}))
@@ -354,7 +354,7 @@ def test_without_an_edit_every_evaluation_holds(run, checkpoint):
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_by_hand_is_an_objection_and_a_line_of_the_report(run, checkpoint, name):
-    """Row 5 of issue 40: outcomes were in the file and nobody counted them again."""
+    """Outcomes were in the file and nobody counted them again."""
     from annie_quant import report
 
     file, keys, value = EDITS[name]

@@ -31,8 +31,7 @@ static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_so
         memset(added, 0, more);
     }
     bool stamped = c->plan->kernel_stamps && address->family != AF_UNIX && clock_stamp_socket(fd);
-    ((struct socket_state *)c->sockets.base)[fd] =
-        (struct socket_state){.open = true, .last_read_ns = c->now_ns, .stamped = stamped};
+    ((struct socket_state *)c->sockets.base)[fd] = (struct socket_state){.open = true, .last_read_ns = c->now_ns, .stamped = stamped};
     return fd;
 }
 

@@ -318,8 +318,8 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     int fresh, stamps, realtime, verify;
     if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniiiippppO&zO&z", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
                                      &max_event_bytes, &max_answer_bytes, &max_answer_events, &plan.cancel_fd, &plan.signal_fd,
-                                     &plan.forward_fd, &plan.http, &fresh, &stamps, &realtime, &verify, read_path, &plan.unix_socket, &plan.proxy,
-                                     read_path, &plan.ca_file, &user_agent))
+                                     &plan.forward_fd, &plan.http, &fresh, &stamps, &realtime, &verify, read_path, &plan.unix_socket,
+                                     &plan.proxy, read_path, &plan.ca_file, &user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");

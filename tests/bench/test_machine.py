@@ -247,6 +247,9 @@ class FakeGemm:
     def device_count(self):
         return 1
 
+    def limits(self):
+        return 132, 232448, 9, True, False  # sms, smem_bytes, major, wgmma, native_fp4
+
     def malloc(self, size):
         address = 1 << 20 | sum(self.sizes.values())
         self.sizes[address] = -(-size // 256) * 256

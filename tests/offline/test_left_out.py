@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from paths import TINY_ANNIE
 
 pytest.importorskip("torch", reason="evaluation runs in torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="answers are found with the model's tokenizer")
+from annie_quant.data.logs import Problems
 from annie_quant.offline.evaluation import length_notes
 from annie_quant.offline.prompts import Template, conversation_answers
 
@@ -29,6 +29,7 @@ def test_conversations_without_an_answer_are_counted_by_reason() -> None:
     question = {"role": "user", "content": "Hi"}
     rows = [{"messages": [question]}] * 2
     rows.append({"messages": [question, {"role": "assistant", "content": "Hello."}]})
-    reasons: Counter[str] = Counter()
-    assert len(conversation_answers(Template(TINY_ANNIE), rows, reasons)) == 1
-    assert reasons == {"it has no assistant message": 2}
+    left_out = Problems()
+    assert len(conversation_answers(Template(TINY_ANNIE), rows, left_out)) == 1
+    (line,) = left_out.lines()
+    assert line.startswith("2 rows (it has no assistant message")

@@ -9,8 +9,8 @@ Rows are groups of points [computed tokens, cached tokens, ms] in annie_quant/as
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -248,9 +248,14 @@ def write(constants: dict[str, float], error_90: float) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="replace the fitted constants")
+    arguments = parser.parse_args()
     errors = errors_left_out()
     sizes = np.abs([error for _, error in errors])
-    if "--write" in sys.argv:
+    if arguments.write:
         write(fit(fitted_rows()), float(np.quantile(sizes, 0.9)))
         first_token.prefill.cache_clear()
     tables = (answers_table(), models_table(errors), rows_table(errors))

@@ -20,6 +20,7 @@ from annie_quant.cli import app as cli
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Device
 from annie_quant.quantize import estimates
+from annie_quant.quantize.rates import SPARK_RATES
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/perf"))
@@ -143,7 +144,7 @@ def test_weights_of_a_folder_are_counted_per_kernel(
     mlp = sum(source.info(n).elements for n in source if ".mlp." in n and n.endswith(".weight"))
     in_4_bits = total - work.linears["bf16"][0]
     assert in_4_bits == mlp if strategy == "mlp_only" else in_4_bits > 0.99 * total
-    dry = estimates.estimate(TINY_ANNIE, strategy, rates=estimates.SPARK_RATES).first_token
+    dry = estimates.estimate(TINY_ANNIE, strategy, rates=SPARK_RATES).first_token
     assert dry == first_token.describe_folder(ModelFolder(tmp_path / "x"))
 
 

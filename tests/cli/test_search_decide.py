@@ -32,6 +32,7 @@ from annie_quant.judge.decision import rule, wording
 from annie_quant.judge.gates import GATES, LARGE_N, decide
 from annie_quant.judge.sampling import answers_per_gate
 from annie_quant.quantize import estimates
+from annie_quant.quantize.rates import SPARK_RATES
 
 
 def gate_row(gate, passes, n):
@@ -197,8 +198,7 @@ def test_the_order_is_that_of_bytes_per_token(model):
     assert sorted(named) == sorted(quantize.available())
     # What the dry run predicts, and before it the smallest budget: a 4-bit head.
     read = {
-        n: estimates.estimate(model, n, rates=estimates.SPARK_RATES).speed.read_bytes / 1e9
-        for n in named
+        n: estimates.estimate(model, n, rates=SPARK_RATES).speed.read_bytes / 1e9 for n in named
     }
     bytes_per_token = [(read | budgets)[name] for name in order]
     assert bytes_per_token == sorted(bytes_per_token)

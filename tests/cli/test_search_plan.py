@@ -11,8 +11,9 @@ from annie_quant.cli.pipeline import SearchSettings, search_plan
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT
 from annie_quant.quantize import estimates
+from annie_quant.quantize.rates import Rates
 
-RATES = estimates.Rates(1e12, 1e12, 1e12, 1e10, 1e10, 8e9, "a machine")
+RATES = Rates(1e12, 1e12, 1e12, 1e10, 1e10, 8e9, "a machine")
 EVALUATION = search_plan.EvaluationEstimate(reference_s=60.0, strategy_s=30.0, memory_bytes=2e9)
 
 
@@ -31,7 +32,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, order: list[str], tmp_path: Path) -> 
         return Estimated(1e9 if strategy == "gptq" else 9e9)
 
     monkeypatch.setattr(estimates, "estimate", estimate)
-    monkeypatch.setattr(estimates, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(search_plan, "measure_rates", lambda: RATES)
     monkeypatch.setattr(search_plan, "estimate_evaluation", lambda *_: EVALUATION)
     settings = SearchSettings(model=tmp_path, calib_data=tmp_path, output=tmp_path / "run")
     return search_plan.dry_run(settings, order, [], SILENT)

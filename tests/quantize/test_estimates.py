@@ -15,8 +15,10 @@ from annie_quant.checkpoint.decode_speed import DEVICES
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models.family import ModelSize
-from annie_quant.quantize import available, estimates, strategies
+from annie_quant.quantize import available, estimates, strategies, work_estimate
+from annie_quant.quantize.rates import SPARK_RATES, Rates, fastest_seconds, measure_rates
 from annie_quant.quantize.strategy import in_float32
+from annie_quant.quantize.work_estimate import AttentionSize, TextSize, WorkEstimate
 
 NEEDS_TORCH = (
     "whether a processor has bfloat16 is asked of torch: pip install annie-quant[quantize]"
@@ -55,7 +57,7 @@ def test_the_count_of_a_folder_is_the_real_output(tmp_path):
     """direct on tiny-annie, as counted before and as written after."""
     from annie_quant import quantize
 
-    expected = estimates.estimate(TINY_ANNIE, "direct", rates=estimates.SPARK_RATES)
+    expected = estimates.estimate(TINY_ANNIE, "direct", rates=SPARK_RATES)
     result = quantize.run("direct", TINY_ANNIE, tmp_path / "out")
     assert result.size_bytes == pytest.approx(expected.size_bytes, rel=0.03)
 
@@ -67,7 +69,7 @@ def test_a_27b_is_quantized_layer_by_layer_on_a_spark():
     assert not own.layerwise and own.peak_bytes > 2 * own.weights, "the model answers the prompts"
     assert estimates.estimate("27b", "naive").peak_bytes < 20e9
     assert estimates.estimate("27b", "auto_mixed").peak_bytes > 53.8e9
-    small = replace(estimates.SPARK_RATES, memory=8e9)
+    small = replace(SPARK_RATES, memory=8e9)
     crowded = estimates.estimate("27b", "auto_mixed", rates=small)
     assert not crowded.fits and "DOES NOT FIT" in "\n".join(crowded.lines())
 
@@ -90,17 +92,16 @@ def test_trials_have_the_whole_model_in_bf16():
 
 def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
     """naive computes it with transformers."""
-    known = estimates.estimate(TINY_ANNIE, "naive", rates=estimates.SPARK_RATES)
+    known = estimates.estimate(TINY_ANNIE, "naive", rates=SPARK_RATES)
     config = json.loads((TINY_ANNIE / "config.json").read_text()) | {"model_type": "mistral"}
     for file in TINY_ANNIE.iterdir():
         if file.is_file():
             shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert (
-        known.layerwise
-        and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK_RATES).layerwise
+        known.layerwise and not estimates.estimate(tmp_path, "naive", rates=SPARK_RATES).layerwise
     )
-    assert estimates.estimate(tmp_path, "direct", rates=estimates.SPARK_RATES).layerwise
+    assert estimates.estimate(tmp_path, "direct", rates=SPARK_RATES).layerwise
 
 
 def test_a_configuration_without_sizes_is_named(tmp_path):
@@ -123,7 +124,7 @@ def test_a_processor_without_bfloat16_computes_in_float32(
     """With AVX2 alone naive of a 0.5B was estimated at 24 minutes in bfloat16, at half a minute in float32."""
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast_bf16)
-    cpu = replace(estimates.SPARK_RATES, flop_s=1e9, float32_flop_s=1e11, cpu_flop_s=1e11)
+    cpu = replace(SPARK_RATES, flop_s=1e9, float32_flop_s=1e11, cpu_flop_s=1e11)
     assert in_float32(weight_bytes, on_cpu=True) == float32
     assert in_float32(weight_bytes, on_cpu=False) == (weight_bytes < 1 << 30), "a GPU has bfloat16"
     text = {
@@ -143,7 +144,7 @@ def test_every_strategy_has_an_estimate():
 
 def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
-    rates = estimates.measure_rates()
+    rates = measure_rates()
     assert (
         min(rates.flop_s, rates.copy, rates.encode, rates.memory) > 1e6
         and "measured here" in rates.description
@@ -157,7 +158,7 @@ def test_time_in_which_another_process_has_the_processor_does_not_count():
         time.sleep(0.2)
         sum(range(10_000))
 
-    assert estimates.fastest_seconds(work, "cpu") < 0.1
+    assert fastest_seconds(work, "cpu") < 0.1
 
 
 def sizes_of(label, layers, hidden, width, key_values, vocabulary):
@@ -176,7 +177,7 @@ QWEN_CODER = {
     "1.5b": sizes_of("1.5B", 28, 1536, 8960, 256, 151936),
 }
 # The matmuls of an H200 with 16 processor cores, assumed.
-H200 = estimates.Rates(650e12, 50e12, 16 * 60e9, 3.5e12, 16 * 2e9, 130e9, "H200")
+H200 = Rates(650e12, 50e12, 16 * 60e9, 3.5e12, 16 * 2e9, 130e9, "H200")
 
 
 @pytest.mark.parametrize(
@@ -197,25 +198,25 @@ def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, stra
     pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(estimates, "published_sizes", lambda: QWEN_CODER)
     monkeypatch.setattr(
-        estimates, "in_float32", lambda *_: True
+        work_estimate, "in_float32", lambda *_: True
     )  # as there, also where this processor has bfloat16
-    cores = estimates.Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
+    cores = Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
     expected = sum(estimates.estimate("0.5b", strategy, 48, 560, cores).seconds.values())
     assert seconds / 2 < expected < 2 * seconds
 
 
 # Conversations, tokens, computed ones and shared prefix of the rows in tests/perf/long_prompts.md.
-SHORT_ON_H200 = estimates.TextSize(400, 250_000, 84_844, 467)
-LONG_ON_H200 = estimates.TextSize(400, 3_040_000, 171_014, 7_990)
-SHORT_ON_CPU = estimates.TextSize(60, 72_307, 32_250, 754)
-LONG_ON_CPU = estimates.TextSize(60, 324_190, 36_521, 5_070)
+SHORT_ON_H200 = TextSize(400, 250_000, 84_844, 467)
+LONG_ON_H200 = TextSize(400, 3_040_000, 171_014, 7_990)
+SHORT_ON_CPU = TextSize(60, 72_307, 32_250, 754)
+LONG_ON_CPU = TextSize(60, 324_190, 36_521, 5_070)
 
 
 def workload(strategy, size, attention, text, rates):
     chosen = strategies.find(strategy)
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < 16)
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
-    return estimates.WorkEstimate(chosen.cost, size, attention, text, rates, rounded, size_bytes)
+    return WorkEstimate(chosen.cost, size, attention, text, rates, rounded, size_bytes)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def workload(strategy, size, attention, text, rates):
 )
 def test_memory_on_an_h200_is_within_1_3_times_what_was_measured(strategy, text, gigabytes):
     """Coder-0.5B, torch's largest allocation; 4.5 GB were estimated for 14.9 of `best` before."""
-    attention = estimates.AttentionSize(24, 14, 24 * 2 * 128)
+    attention = AttentionSize(24, 14, 24 * 2 * 128)
     expected = workload(strategy, QWEN_CODER["0.5b"], attention, text, H200).peak_bytes(True)
     assert gigabytes / 1.3 < expected / 1e9 < 1.3 * gigabytes
 
@@ -253,8 +254,8 @@ def test_prompts_of_500_and_5000_tokens_take_on_two_cores_what_is_estimated(
     """tiny-annie: processor seconds and largest resident set of a process (tests/perf/long_prompts.md)."""
     pytest.importorskip("torch", reason=NEEDS_TORCH)
     size = estimates.size_of_folder(TINY_ANNIE)
-    attention = estimates.AttentionSize.of(size, ModelFolder(TINY_ANNIE))
-    cores = estimates.Rates(2e9, 0.07e12, 0.07e12, 18e9, 5.8e9, 24e9, "two cores")
+    attention = AttentionSize.of(size, ModelFolder(TINY_ANNIE))
+    cores = Rates(2e9, 0.07e12, 0.07e12, 18e9, 5.8e9, 24e9, "two cores")
     expected = workload(strategy, size, attention, text, cores)
     assert seconds / 2 < sum(expected.seconds().values()) < 2 * seconds
     assert megabytes / 1.3 < expected.peak_bytes(True) / 1e6 < 1.3 * megabytes
@@ -284,10 +285,8 @@ def test_the_text_is_counted_as_the_strategy_reads_it(tmp_path):
     rows[0]["messages"][1]["content"] = "a long story " * 3000
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    expected = estimates.estimate(TINY_ANNIE, "gptq", rates=estimates.SPARK_RATES, calib_data=file)
+    expected = estimates.estimate(TINY_ANNIE, "gptq", rates=SPARK_RATES, calib_data=file)
     assert "  text    19 of 20 conversations" in "\n".join(expected.lines())
     assert "1 longer than the model's context of 4,096 tokens" in expected.text
     with pytest.raises(UsageError, match=r"only \d of 20 conversations"):
-        estimates.estimate(
-            TINY_ANNIE, "gptq", rates=estimates.SPARK_RATES, calib_data=file, calib_tokens=100
-        )
+        estimates.estimate(TINY_ANNIE, "gptq", rates=SPARK_RATES, calib_data=file, calib_tokens=100)

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="the model answers in torch")
 transformers = pytest.importorskip("transformers", reason="the model answers in transformers")
 from annie_quant.offline.prompts import ScoredAnswer, Template, answers_of_row  # noqa: E402
 from annie_quant.quantize import calibration_text, own_answers  # noqa: E402
+from annie_quant.quantize.work_estimate import DECODED_COLUMNS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +133,8 @@ def test_the_calibration_line_says_whose_answers_they_are(
 
 def test_the_estimate_knows_how_much_is_decoded_at_once() -> None:
     from annie_quant.offline import engine
-    from annie_quant.quantize import estimates
 
-    assert estimates.DECODED_COLUMNS == engine.MAX_DECODED_COLUMNS
+    assert DECODED_COLUMNS == engine.MAX_DECODED_COLUMNS
 
 
 def test_long_prompts_are_decoded_in_smaller_batches(template: Template) -> None:

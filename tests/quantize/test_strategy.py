@@ -12,6 +12,7 @@ from annie_quant import quantize
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Lines
 from annie_quant.quantize import estimates, runner, strategies
+from annie_quant.quantize.rates import SPARK_RATES
 
 NEW_STRATEGY = '''
 """new: every linear in FP8, with input scales of 1."""
@@ -56,7 +57,7 @@ def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
     lines: list[str] = []
     result = quantize.run(new, TINY_ANNIE, tmp_path / "out", report=lines.append, scale=None)
     assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
-    expected = estimates.estimate(TINY_ANNIE, new, rates=estimates.SPARK_RATES)
+    expected = estimates.estimate(TINY_ANNIE, new, rates=SPARK_RATES)
     assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
     assert [s.name for s in strategies.by_rank()][:4] == ["naive", "best", "new", "direct"]
 

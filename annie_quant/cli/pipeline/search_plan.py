@@ -15,6 +15,7 @@ from annie_quant.core.progress import Progress
 from annie_quant.judge import Workload
 from annie_quant.judge.decision import looks
 from annie_quant.quantize import estimates
+from annie_quant.quantize.rates import Rates, measure_rates
 from annie_quant.report.format import size
 
 SHARED_STEPS = ("start", "text")  # of Estimate.seconds: what the budgets of a strategy share
@@ -57,7 +58,7 @@ def dry_run(
 ) -> list[str]:
     """Return the estimate of a search as lines: the strategies in their order, then the sum."""
     progress.message("measuring this machine")
-    rates = estimates.measure_rates()
+    rates = measure_rates()
     progress.message("timing a few answers of the bf16 model")
     evaluation = estimate_evaluation(settings, workloads)
     rows = []
@@ -73,7 +74,7 @@ def dry_run(
 def plan_strategy(
     settings: SearchSettings,
     name: str,
-    rates: estimates.Rates,
+    rates: Rates,
     evaluation: EvaluationEstimate,
     is_measured: bool,
 ) -> PlannedStrategy:
@@ -123,7 +124,7 @@ def estimate_evaluation(
 
 
 def plan_lines(
-    rows: Sequence[PlannedStrategy], evaluation: EvaluationEstimate, rates: estimates.Rates
+    rows: Sequence[PlannedStrategy], evaluation: EvaluationEstimate, rates: Rates
 ) -> list[str]:
     """Return the table, and the sum in its last line."""
     width = max(len(row.name) for row in rows)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory; on a GPU a share of what is free
 GPU_LOGITS_SHARE = 0.25
 ANSWERS_PER_WRITE = 512
+Question = TypeVar("Question")
 
 
 def default_cache() -> Path:
@@ -84,6 +85,35 @@ class AnswerCache:
         self.answers |= answers
         stored = (StoredAnswer(key, c.tokens, c.finished) for key, c in answers.items())
         self.log.append(*map(msgspec.json.encode, stored))
+
+    def complete(
+        self,
+        work: Mapping[str, Question],
+        answer: Callable[[Sequence[Question], Callable[[int], None]], list[Completion]],
+        progress: Progress,
+        text: str,
+    ) -> None:
+        """Add the answers to what is asked, in the order of `work`.
+
+        work: key → question.
+        answer: returns the answers to some of the questions. Its second argument is a function that takes the number of further
+            answers that have ended.
+        text: what is reported as progress.
+        """
+        n_finished = 0
+
+        def on_finished(n: int) -> None:
+            nonlocal n_finished
+            n_finished += n
+            progress.update(n_finished, len(work), text)
+
+        keys = list(work)
+        if keys:
+            on_finished(0)
+        for at in range(0, len(keys), ANSWERS_PER_WRITE):
+            part = keys[at : at + ANSWERS_PER_WRITE]
+            completions = answer([work[key] for key in part], on_finished)
+            self.add(dict(zip(part, completions, strict=True)))
 
     def close(self) -> None:
         self.log.close()
@@ -154,26 +184,20 @@ class Reference:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
         keys = [request_key(r, self.template.end_tokens) for r in requests]
         missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}
-        work = sorted(missing.items(), key=lambda item: -item[1].max_tokens)
-        n_finished = 0
+        work = dict(sorted(missing.items(), key=lambda item: -item[1].max_tokens))
 
-        def on_finished(n: int) -> None:
-            nonlocal n_finished
-            n_finished += n
-            progress.update(n_finished, len(work), "the reference answers")
-
-        if work:
-            on_finished(0)
-        for at in range(0, len(work), ANSWERS_PER_WRITE):
-            part = work[at : at + ANSWERS_PER_WRITE]
-            completions = generate(
+        def answer(
+            part: Sequence[OfflineRequest], on_finished: Callable[[int], None]
+        ) -> list[Completion]:
+            return generate(
                 self.engine(),
-                [list(r.prompt) for _, r in part],
-                [r.max_tokens for _, r in part],
+                [list(request.prompt) for request in part],
+                [request.max_tokens for request in part],
                 self.template.end_tokens,
                 on_finished,
             )
-            self.cache.add({key: c for (key, _), c in zip(part, completions, strict=True)})
+
+        self.cache.complete(work, answer, progress, "the reference answers")
         return [self.cache.answers[k] for k in keys]
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:

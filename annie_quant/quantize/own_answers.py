@@ -14,6 +14,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from annie_quant.checkpoint.prompt_files import model_files
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.offline.answers import (
-    ANSWERS_PER_WRITE,
     AnswerCache,
     TokenChoices,
     choices_of,
@@ -113,25 +113,12 @@ def _answer(
     store: AnswerCache,
     progress: Progress,
 ) -> None:
-    """Add the own answers to the store, a part of them at a time."""
+    """Add the own answers to the store."""
     device, dtype = device_and_dtype(ModelFolder(model))
     engine = Engine(load(model, dtype=dtype, device=str(device)))
-    work = list(missing.items())
-    n_done = 0
-
-    def on_finished(n: int) -> None:
-        nonlocal n_done
-        n_done += n
-        progress.update(n_done, len(work), "the model's own answers")
-
-    on_finished(0)
-    for at in range(0, len(work), ANSWERS_PER_WRITE):
-        part = work[at : at + ANSWERS_PER_WRITE]
-        completions = _complete(
-            engine, template, [answer for _, answer in part], limit, on_finished
-        )
-        store.add({key: c for (key, _), c in zip(part, completions, strict=True)})
-    del engine
+    answer = partial(_complete, engine, template, limit)
+    store.complete(missing, answer, progress, "the model's own answers")
+    del answer, engine
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -140,8 +127,8 @@ def _answer(
 def _complete(
     engine: Engine,
     template: Template,
-    given: Sequence[ScoredAnswer],
     limit: int,
+    given: Sequence[ScoredAnswer],
     on_finished: Callable[[int], None],
 ) -> list[Completion]:
     """Return the greedy answers, or the given ones that stay. on_finished(n): called when n more have ended."""

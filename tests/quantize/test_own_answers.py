@@ -14,6 +14,7 @@ from annie_quant.data.rows import read_conversations
 
 torch = pytest.importorskip("torch", reason="the model answers in torch")
 transformers = pytest.importorskip("transformers", reason="the model answers in transformers")
+from annie_quant.offline import answers  # noqa: E402
 from annie_quant.offline.prompts import ScoredAnswer, Template, answers_of_row  # noqa: E402
 from annie_quant.quantize import calibration_text, own_answers  # noqa: E402
 from annie_quant.quantize.work_estimate import DECODED_COLUMNS  # noqa: E402
@@ -70,7 +71,7 @@ def test_stored_answers_need_no_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also those of a run that was killed after its first part."""
-    monkeypatch.setattr(own_answers, "ANSWERS_PER_WRITE", 4)
+    monkeypatch.setattr(answers, "ANSWERS_PER_WRITE", 4)
     generate = own_answers.generate
     calls = []
 

@@ -78,7 +78,7 @@ def plan_benchmark(
     loads = [load for load in loads if any(applies(load, w) for w in loaded)]
     if any(w.has_arrivals for w in loaded):
         loads += [Load(0, None, speed) for speed in trace_speeds]
-    # A reference that is no side of this run is one of the earlier run.
+    # A reference that is not a side of this run is one of the earlier run.
     is_recorded = reference_run is not None and reference not in [b.name for b in backends]
     own_reference = None if is_recorded else reference
     config = BenchConfig(

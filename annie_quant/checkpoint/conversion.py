@@ -233,7 +233,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
 
 
 def check_scales(model: QuantizedFolder) -> None:
-    """Raise CheckpointError where a weight's tensor scale is no scale: its numbers would be zeros or infinite."""
+    """Raise CheckpointError where a weight's tensor scale is not valid: its numbers would be zeros or infinite."""
     for linear in model.nvfp4:
         name = linear.global_scale
         scale = linear.tensor_scale(model.folder)

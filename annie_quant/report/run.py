@@ -208,7 +208,7 @@ class LoadedRun:
         return next((m for m in self.models if m.name == model), documents.ModelRow(name=model))
 
     def is_reference(self, side: MeasuredSide) -> bool:
-        """Return whether other sides are compared with this one; what bf16 itself misses is no loss."""
+        """Return whether other sides are compared with this one; what bf16 itself misses was not lost."""
         roles = self.aggregates.roles
         stated = roles.reference if roles else None
         return side.how == "reference" or (side.kind == "served" and side.name == stated)

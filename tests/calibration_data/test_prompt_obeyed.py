@@ -314,7 +314,7 @@ def test_prompts_of_a_persona_with_rules_have_no_labels(name):
 
 
 def test_prompts_of_a_persona_without_rules_have_labels_and_facts_have_none(tmp_path):
-    """A fact may be looked up by a tool, so that "calls nothing" is no label of it."""
+    """A fact may be looked up by a tool, so that it cannot have the label "calls nothing"."""
     persona = json.loads((FOLDER / "greenhouse.json").read_text())
     persona["system_prompt"] = "You help a grower."
     (tmp_path / "p.json").write_text(json.dumps(persona))

@@ -45,7 +45,7 @@ def test_equal_passes_with_different_verdicts_show_what_decides(tmp_path):
 
 
 def test_what_neither_side_does_is_not_green(tmp_path):
-    """Neither bf16 nor the checkpoint calls a tool: nothing is lost, and 0 of 60 is no success."""
+    """Neither bf16 nor the checkpoint calls a tool: nothing is lost, and 0 of 60 did not succeed."""
     nothing = {"call_rate": "0" * 60, "factual": "1" * 60}
     evaluation = evaluations.from_outcomes({"w4a4": nothing}, nothing)
     assert evaluation.numerics["w4a4"].gates["call_rate"].verdict == "pass"

@@ -251,7 +251,7 @@ THINKING = {
     "vLLM, twice": [{"reasoning": "Hm.", "reasoning_content": "Hm."}],
     "Ollama": [{"thinking": "Hm."}],
     "Gemini": [{"content": "Hm.", "extra_content": {"google": {"thought": True}}}],
-    "empty beside details": [{"reasoning": "", "reasoning_content": None, "reasoning_details": [{"text": "Hm."}]}],
+    "empty next to details": [{"reasoning": "", "reasoning_content": None, "reasoning_details": [{"text": "Hm."}]}],
 }  # fmt: skip
 
 
@@ -291,13 +291,13 @@ def test_what_is_not_read_is_named() -> None:
 
 GONE = {"code": 502, "message": "gone"}
 ERRORS = {
-    "beside choices": data(
+    "next to choices": data(
         {
             "error": GONE,
             "choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}],
         }
     ),
-    "beside choices without a reason": data(
+    "next to choices without a reason": data(
         {"error": "gone", "choices": [{"index": 0, "delta": {}}]}
     ),
     "in a choice": chunk_of("error", delta={}, error=GONE),

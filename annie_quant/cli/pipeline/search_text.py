@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 def reference_line(gates: documents.GateTable) -> str:
-    """Return whether the bf16 model passes its own gates; a gate that it misses is no loss of the quantization."""
+    """Return whether the bf16 model passes its own gates; a gate that it misses was not lost by quantizing."""
     missed = []
     for gate, result in gates.items():
         verdict = result.verdict if result.meets is None else result.meets

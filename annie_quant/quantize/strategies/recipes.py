@@ -8,6 +8,7 @@ A to D are the strategies of the original plan. torch is imported when a plan is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from annie_quant.checkpoint import decode_speed
@@ -18,6 +19,7 @@ from annie_quant.models.formats import FP8, NVFP4, W4A16, Format
 from annie_quant.quantize.formats import choose, excluded, four_bit_formats
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategies.best import STRATEGY as BEST
 from annie_quant.quantize.strategies.best import plan_model
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
@@ -160,18 +162,7 @@ AUTO_MIXED = Strategy(
     name="auto_mixed",
     summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
     formats=dict.fromkeys(LINEARS, AutoMixedOptions().bits),
-    cost=Cost(
-        rank=90,
-        layerwise=True,
-        passes=200,
-        encode=SWEEP_TIME,
-        column_feedback=True,
-        bytes_per_layer_weight=18,
-        hessians=5,
-        kept_inputs=KEPT_INPUTS,
-        trials=True,
-        reads_answers=True,
-    ),
+    cost=replace(BEST.cost, rank=90, passes=200, held_out_look=False),
     plan=plan_bits,
     options=AutoMixedOptions,
     scale="sweep",

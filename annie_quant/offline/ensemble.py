@@ -25,6 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -63,19 +64,22 @@ FROM_THE_PROMPT = FirstDifference(0, None)
 Differences = Mapping[int, FirstDifference | None]
 
 
+Outcome = TypeVar("Outcome")
+
+
 @dataclass(frozen=True)
-class MemberOutcomes:
+class MemberOutcomes(Generic[Outcome]):
     """A member's answers to all prompts.
 
     arithmetic: a description.
-    outcomes: in the order of the prompts.
+    outcomes: in the order of the prompts, in memory each an AnswerOutcome.
     n_computed: answers that were computed in this arithmetic; later turns of a changed conversation are not counted.
     n_changed: answers among them that differ from those of the numerics.
     """
 
     name: str
     arithmetic: str
-    outcomes: list[AnswerOutcome]
+    outcomes: list[Outcome]
     n_computed: int
     n_changed: int
 
@@ -86,10 +90,10 @@ def further_members(
     answered: Sequence[Answered],
     base: Mapping[int, TokenChoices],
     outcomes: Sequence[AnswerOutcome],
-) -> tuple[list[MemberOutcomes], EnsembleFigures]:
+) -> tuple[list[MemberOutcomes[AnswerOutcome]], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
     profile = find_profile(name)
-    members: list[MemberOutcomes] = []
+    members: list[MemberOutcomes[AnswerOutcome]] = []
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
         member = f"{name}+{suffix}"

@@ -37,6 +37,7 @@ from annie_quant.judge.sampling import (
     shortages,
 )
 from annie_quant.offline import decoding, ensemble, estimate
+from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -259,7 +260,7 @@ def scored_text(template: Template, answers: list[ScoredAnswer]) -> ScoredText:
     return ScoredText(answers, token_labels(template, answers))
 
 
-def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurement:
+def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurement[AnswerOutcome]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's, here and in each further member."""
     start = time.monotonic()
     answered = baseline.answered
@@ -275,7 +276,7 @@ def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurem
         outcomes = ensemble.member_answers(pair, pair.engine, answered, differences, name)
         own_answers = [Answered(o.request, o.completion) for o in outcomes]
         drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, own_answers)
-    members: list[ensemble.MemberOutcomes] = []
+    members: list[ensemble.MemberOutcomes[AnswerOutcome]] = []
     figures = None
     if pair.job.has_ensemble:
         members, figures = ensemble.further_members(pair, name, answered, base, outcomes)
@@ -294,7 +295,7 @@ def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurem
 
 
 def judge_measurements(
-    pair: ModelPair, baseline: Baseline, measurements: Sequence[Measurement]
+    pair: ModelPair, baseline: Baseline, measurements: Sequence[Measurement[AnswerOutcome]]
 ) -> documents.Evaluation:
     """Return the evaluation: the outcomes of all gates, the counts and the verdict."""
     job = pair.job
@@ -356,7 +357,7 @@ def judge_measurements(
 
 
 def numerics_result(
-    references: ReferenceAnswers, side: Measurement, after: Sequence[judge.Judged]
+    references: ReferenceAnswers, side: Measurement[AnswerOutcome], after: Sequence[judge.Judged]
 ) -> documents.NumericsResult:
     """Return the document of one numerics without its counts. after: its answers with what judges them."""
     n_tokens = sum(len(o.completion.tokens) for o in side.outcomes)

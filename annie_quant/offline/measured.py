@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import msgspec
 
@@ -16,27 +17,27 @@ from annie_quant.checkpoint.prompt_files import model_files
 from annie_quant.core.files import replacing, sha256_text
 from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.decoding import Completion
-from annie_quant.offline.ensemble import MemberOutcomes
+from annie_quant.offline.ensemble import MemberOutcomes, Outcome
 from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.prompts import Answered, ScoredAnswer
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Generic[Outcome]):
     """A checkpoint's answers and figures under one numerics.
 
-    outcomes: its answers to all prompts.
+    outcomes: its answers to all prompts; in memory each an AnswerOutcome, in a file a StoredOutcome.
     kl, kl_conversations: of the scored texts; None for an empty one.
     drafts: by workload, of its MTP head.
     members, figures: of the ensemble; none and None without one.
     """
 
     name: str
-    outcomes: list[AnswerOutcome]
+    outcomes: list[Outcome]
     kl: documents.KLSummary | None
     kl_conversations: documents.KLSummary | None
     drafts: dict[str, documents.DraftAcceptance]
-    members: list[MemberOutcomes]
+    members: list[MemberOutcomes[Outcome]]
     figures: documents.EnsembleFigures | None
     seconds: float
 
@@ -51,27 +52,12 @@ class StoredOutcome(msgspec.Struct, array_like=True):
     prompt: list[int] | None
 
 
-class StoredMember(msgspec.Struct):
-    """MemberOutcomes."""
-
-    name: str
-    arithmetic: str
-    outcomes: list[StoredOutcome]
-    n_computed: int
-    n_changed: int
-
-
-class StoredMeasurement(msgspec.Struct):
-    """A file of a Measurement; it has the fields of that type."""
-
-    name: str
-    outcomes: list[StoredOutcome]
-    kl: documents.KLSummary | None
-    kl_conversations: documents.KLSummary | None
-    drafts: dict[str, documents.DraftAcceptance]
-    members: list[StoredMember]
-    figures: documents.EnsembleFigures | None
-    seconds: float
+def with_outcomes(
+    measurement: Measurement[Any], convert: Callable[[Sequence[Any]], list[Outcome]]
+) -> Measurement[Outcome]:
+    """Return a measurement with its outcomes, and those of its members, in another form."""
+    members = [replace(m, outcomes=convert(m.outcomes)) for m in measurement.members]
+    return replace(measurement, outcomes=convert(measurement.outcomes), members=members)
 
 
 class MeasurementStore:
@@ -99,65 +85,25 @@ class MeasurementStore:
         ]
         self.key = sha256_text(msgspec.json.encode(inputs).decode())[:32]
 
-    def measured(self, name: str, measure: Callable[[], Measurement]) -> Measurement:
+    def measured(
+        self, name: str, measure: Callable[[], Measurement[AnswerOutcome]]
+    ) -> Measurement[AnswerOutcome]:
         """Return the measurement under a numerics: the stored one, else that of `measure`, which is stored."""
         path = self.folder / f"measured-{self.key}-{name}.msgpack"
         try:
-            stored = msgspec.msgpack.decode(path.read_bytes(), type=StoredMeasurement)
+            stored = msgspec.msgpack.decode(path.read_bytes(), type=Measurement[StoredOutcome])
         except (OSError, msgspec.MsgspecError):
             measurement = measure()
             with replacing(path) as file:
-                file.write(msgspec.msgpack.encode(self._encoded(measurement)))
+                file.write(
+                    msgspec.msgpack.encode(with_outcomes(measurement, self._stored_outcomes))
+                )
             return measurement
-        return self._decoded(stored)
+        return with_outcomes(stored, self._outcomes)
 
     def remove(self) -> None:
         for path in self.folder.glob(f"measured-{self.key}-*.msgpack"):
             path.unlink(missing_ok=True)
-
-    def _encoded(self, measurement: Measurement) -> StoredMeasurement:
-        members = [
-            StoredMember(
-                member.name,
-                member.arithmetic,
-                self._stored_outcomes(member.outcomes),
-                member.n_computed,
-                member.n_changed,
-            )
-            for member in measurement.members
-        ]
-        return StoredMeasurement(
-            name=measurement.name,
-            outcomes=self._stored_outcomes(measurement.outcomes),
-            kl=measurement.kl,
-            kl_conversations=measurement.kl_conversations,
-            drafts=measurement.drafts,
-            members=members,
-            figures=measurement.figures,
-            seconds=measurement.seconds,
-        )
-
-    def _decoded(self, stored: StoredMeasurement) -> Measurement:
-        members = [
-            MemberOutcomes(
-                member.name,
-                member.arithmetic,
-                self._outcomes(member.outcomes),
-                member.n_computed,
-                member.n_changed,
-            )
-            for member in stored.members
-        ]
-        return Measurement(
-            name=stored.name,
-            outcomes=self._outcomes(stored.outcomes),
-            kl=stored.kl,
-            kl_conversations=stored.kl_conversations,
-            drafts=stored.drafts,
-            members=members,
-            figures=stored.figures,
-            seconds=stored.seconds,
-        )
 
     def _stored_outcomes(self, outcomes: Sequence[AnswerOutcome]) -> list[StoredOutcome]:
         rows = []

@@ -114,8 +114,6 @@ class Phrases(msgspec.Struct):
     feelings: (feeling, reply, second sentence).
     fact_sentences: the reply to a question about a fact, by kind of fact.
     thoughts: the thinking before a reply, by category.
-    tool_requests, plain_tool_requests: for tools with and without arguments. {do}: what the tool
-        does; {args}: its arguments; both also with a capital letter.
     joiners: between two requests.
     """
 
@@ -138,8 +136,6 @@ class Phrases(msgspec.Struct):
     abstention_requests: BySplit
     replies: dict[str, str]
     thoughts: dict[str, str]
-    tool_requests: BySplit
-    plain_tool_requests: BySplit
     joiners: BySplit
 
 

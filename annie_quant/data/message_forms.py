@@ -196,8 +196,8 @@ def _asked(role: str, content: _Content) -> Iterator[ChatMessage]:
 
 def _results(raw: Fields, text: str) -> Iterator[ChatMessage]:
     """Yield the result of a tool's message, or those in its tags."""
-    identity = _name_in(raw, "tool_call_id")
-    name = _name_in(raw, "name") or _name_in(raw, "tool_name")
+    identity = name_in(raw, "tool_call_id")
+    name = name_in(raw, "name") or name_in(raw, "tool_name")
     for result in _RESULT.findall(text) or [text]:
         yield result_message(result, name, identity)
 
@@ -267,11 +267,11 @@ def _add_part(part: object, form: MessageForm, result: _Content) -> None:
     elif meaning == _CALL:
         result.calls.append(flat_call({**part, "arguments": part[name]}))
     elif meaning == RESULT:
-        identity = _name_in(part, "tool_use_id") or _name_in(part, "id")
-        result.results.append(result_message(_result_text(part[name], form), None, identity))
+        identity = name_in(part, "tool_use_id") or name_in(part, "id")
+        result.results.append(result_message(result_text(part[name], form), None, identity))
 
 
-def _result_text(value: object, form: MessageForm) -> str:
+def result_text(value: object, form: MessageForm) -> str:
     """Return the text of a result in a part of content; OpenTelemetry's may be any value."""
     if form is OTEL:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -288,7 +288,8 @@ def _text_in(fields: Fields, name: str) -> str:
     return value or ""
 
 
-def _name_in(fields: Fields, name: str) -> str | None:
+def name_in(fields: Fields, name: str) -> str | None:
+    """Return a field that is an id or a name; None for any other value."""
     value = fields.get(name)
     return str(value) if isinstance(value, (str, int)) and value != "" else None
 
@@ -326,7 +327,7 @@ def flat_call(raw: object) -> ChatCall:
         "type": "function",
         "function": {"name": name, "arguments": decoded_arguments(raw["arguments"])},
     }
-    identity = _name_in(raw, "id")
+    identity = name_in(raw, "id")
     return {"id": identity, **call} if identity else call
 
 

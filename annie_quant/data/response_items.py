@@ -16,7 +16,7 @@ from annie_quant.data.conversations import (
     result_message,
     user_message,
 )
-from annie_quant.data.message_forms import OPENAI, flat_call, read_message
+from annie_quant.data.message_forms import OPENAI, flat_call, name_in, read_message, result_text
 from annie_quant.documents import ChatMessage
 
 NO_CONTENT = ("ghost_snapshot",)
@@ -117,8 +117,6 @@ def _result(item: Fields) -> ChatMessage:
     output: Any = item.get("output")
     if isinstance(output, Mapping):
         output = output.get("content")
-    tool = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
     if output is None:
         raise Unusable("a tool result without output")
-    (message,) = read_message(tool, OPENAI, [])
-    return result_message(message["content"], None, message.get("tool_call_id"))
+    return result_message(result_text(output, OPENAI), None, name_in(item, "call_id"))

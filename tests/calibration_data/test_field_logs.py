@@ -288,6 +288,13 @@ def test_a_rollout_ends_before_what_cannot_be_read(tmp_path, rows, reason):
     assert any("after a row that cannot be read" in line for line in left_out)
 
 
+def test_a_result_that_quotes_the_tags_of_results_is_read_as_it_is(tmp_path):
+    text = "a <tool_response>b</tool_response> c <tool_response>d</tool_response>"
+    rows = [*ROLLOUT[:-2], item("function_call_output", call_id="c", output=text), ROLLOUT[-1]]
+    expected = [*ON_SHELF[:2], ("tool", text), ON_SHELF[3]]
+    assert read(tmp_path / "r.jsonl", *rows)[0] == [expected]
+
+
 def test_parallel_calls_of_codex_are_one_message(tmp_path):
     calls = [
         item("function_call", name="list_shelf", arguments=f'{{"shelf":{n}}}', call_id=f"c{n}")

@@ -188,8 +188,9 @@ def _asked(role: str, content: _Content) -> Iterator[ChatMessage]:
     """Yield the messages of a system prompt or a user: results, in tags too, before the text."""
     yield from content.results
     text = content.text
-    if role == "user" and _RESULT.search(text) and not _RESULT.sub("", text).strip():
-        yield from (result_message(result) for result in _RESULT.findall(text))
+    tagged = _tagged_results(text) if role == "user" else []
+    if tagged:
+        yield from map(result_message, tagged)
     elif text.strip() or not content.results:
         yield {"role": role, "content": text}
 
@@ -198,8 +199,13 @@ def _results(raw: Fields, text: str) -> Iterator[ChatMessage]:
     """Yield the result of a tool's message, or those in its tags."""
     identity = name_in(raw, "tool_call_id")
     name = name_in(raw, "name") or name_in(raw, "tool_name")
-    for result in _RESULT.findall(text) or [text]:
+    for result in _tagged_results(text) or [text]:
         yield result_message(result, name, identity)
+
+
+def _tagged_results(text: str) -> list[str]:
+    """Return the results of a text that is results in tags (Hermes); none where other text is next to them."""
+    return _RESULT.findall(text) if not _RESULT.sub("", text).strip() else []
 
 
 def _answer(raw: Fields, content: _Content) -> ChatMessage:

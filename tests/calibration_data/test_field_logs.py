@@ -293,6 +293,13 @@ def test_a_result_that_quotes_the_tags_of_results_is_read_as_it_is(tmp_path):
     rows = [*ROLLOUT[:-2], item("function_call_output", call_id="c", output=text), ROLLOUT[-1]]
     expected = [*ON_SHELF[:2], ("tool", text), ON_SHELF[3]]
     assert read(tmp_path / "r.jsonl", *rows)[0] == [expected]
+    chat = [
+        user("What is on shelf 3?"),
+        assistant("", call("list_shelf", {"shelf": 3}, "c")),
+        {"role": "tool", "tool_call_id": "c", "content": text},
+        assistant("Tea."),
+    ]
+    assert read(tmp_path / "c.jsonl", {"messages": chat})[0] == [expected]
 
 
 def test_parallel_calls_of_codex_are_one_message(tmp_path):

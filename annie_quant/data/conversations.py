@@ -131,14 +131,6 @@ def _with_text(call: ChatCall) -> ChatCall:
 # ---- messages of a reader → a conversation
 
 
-def system_message(text: str) -> ChatMessage:
-    return {"role": "system", "content": text}
-
-
-def user_message(text: str) -> ChatMessage:
-    return {"role": "user", "content": text}
-
-
 def assistant_message(text: str, thoughts: str = "", calls: Sequence[ChatCall] = ()) -> ChatMessage:
     message: ChatMessage = {"role": "assistant", "content": text}
     if calls:

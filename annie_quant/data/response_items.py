@@ -14,7 +14,6 @@ from annie_quant.data.conversations import (
     assistant_message,
     names,
     result_message,
-    user_message,
 )
 from annie_quant.data.message_forms import OPENAI, flat_call, name_in, read_message, result_text
 from annie_quant.documents import ChatMessage
@@ -50,7 +49,7 @@ def read_items(request: JsonObject, response: object, notes: list[Note]) -> list
     items = request.get("input")
     messages: list[ChatMessage] = []
     if isinstance(items, str):
-        messages.append(user_message(items))
+        messages.append({"role": "user", "content": items})
     else:
         for item in items if isinstance(items, list) else ():
             add_item(messages, item, notes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
 
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.conversations import (
@@ -18,7 +17,6 @@ from annie_quant.data.conversations import (
     append_to,
     conversation_from,
     names,
-    system_message,
 )
 from annie_quant.data.message_forms import OPENAI, read_message
 from annie_quant.data.response_items import add_item
@@ -44,20 +42,40 @@ class Skipped(Exception):
     """A row without content of the conversation. The message is the reason."""
 
 
-class Transcript(Protocol):
+class Transcript:
     """A reader of one file's rows. notes: what the rows have that is not read, since the caller last cleared it."""
 
     name: str
-    notes: list[Note]
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a conversation."""
+        self._system = ""
+        self._messages: list[ChatMessage] = []
+        self._is_cut = False
+
+    @staticmethod
+    def matches(row: JsonObject) -> bool:
+        """Return whether a row shows that its file is such a transcript."""
+        raise NotImplementedError
 
     def add(self, row: JsonObject) -> Iterator[Draft]:
         """Yield the conversation that a row ends. Raises Skipped or Unusable for a row that is not read."""
-        ...
+        raise NotImplementedError
 
-    def end(self) -> Iterator[Draft]: ...
+    def end(self) -> Iterator[Draft]:
+        """Yield the conversation until here, if it has messages, and begin another one."""
+        messages = self._messages
+        system = self._system
+        self._begin()
+        if messages:
+            yield partial(conversation_from, messages, system)
 
 
-class ClaudeCode:
+class ClaudeCode(Transcript):
     """Claude Code's session: rows of type user and assistant with a message of Anthropic's form, linked by parentUuid.
 
     An answer is several rows with one message.id. Side chains are another agent's conversation. A user who goes back
@@ -66,13 +84,8 @@ class ClaudeCode:
 
     name = "Claude Code"
 
-    def __init__(self) -> None:
-        self.notes: list[Note] = []
-        self._begin()
-
     def _begin(self) -> None:
-        self._messages: list[ChatMessage] = []
-        self._is_cut = False
+        super()._begin()
         self._answers: dict[str, int] = {}  # message.id → index in _messages
         self._parents: dict[str, str | None] = {}  # of the rows without content
         self._ends: dict[str, int] = {}  # row → number of messages up to it
@@ -154,12 +167,6 @@ class ClaudeCode:
         is_part = not between or (identity is not None and set(between) == {"tool"})
         return at if at < len(self._messages) and is_part else None
 
-    def end(self) -> Iterator[Draft]:
-        messages = self._messages
-        self._begin()
-        if messages:
-            yield partial(conversation_from, messages)
-
 
 def _parent_of(row: JsonObject) -> str | None:
     parent = row.get("parentUuid")
@@ -172,19 +179,10 @@ def _has_results(message: Mapping[str, object]) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") == "tool_result" for part in parts)
 
 
-class Codex:
+class Codex(Transcript):
     """Codex' rollout: the session's instructions in session_meta, and an item of the Responses API per response_item."""
 
     name = "Codex"
-
-    def __init__(self) -> None:
-        self.notes: list[Note] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._messages: list[ChatMessage] = []
-        self._system = ""
-        self._is_cut = False
 
     @staticmethod
     def matches(row: JsonObject) -> bool:
@@ -214,13 +212,6 @@ class Codex:
             self._is_cut = True
             raise
 
-    def end(self) -> Iterator[Draft]:
-        messages = self._messages
-        head = [system_message(self._system)] if self._system else []
-        self._begin()
-        if messages:
-            yield partial(conversation_from, [*head, *messages])
-
 
 def _instructions(payload: Mapping[str, object]) -> str:
     value = payload.get("instructions") or ""  # until 2025
@@ -232,4 +223,4 @@ def _instructions(payload: Mapping[str, object]) -> str:
     return value
 
 
-TRANSCRIPTS = (ClaudeCode, Codex)
+TRANSCRIPTS: tuple[type[Transcript], ...] = (ClaudeCode, Codex)

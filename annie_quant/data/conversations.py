@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,11 @@ Note = tuple[str, str]  # what was dropped ("fields", "messages", "tools"), and 
 def names(text: str) -> frozenset[str]:
     """Return the names in a text, such as the fields that a grammar knows."""
     return frozenset(text.split())
+
+
+def unknown_fields(fields: Iterable[str], owner: str) -> list[Note]:
+    """Return a note for each field that no grammar knows. owner: what has them: "a message"."""
+    return [("fields", f"unknown field {name[:40]!r} of {owner}") for name in sorted(fields)]
 
 
 class Unusable(Exception):
@@ -217,13 +222,13 @@ def linked(messages: list[ChatMessage]) -> list[ChatMessage]:
     at its position. Raises Unusable where no rule finds the call.
     """
     waiting: list[_Waiting] = []
-    names = (f"call_{n}" for n in itertools.count(1))
+    numbers = (f"call_{n}" for n in itertools.count(1))
     for at, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         new = []
         for call in calls:
             identity = call.get("id")
-            call["id"] = next(names)
+            call["id"] = next(numbers)
             new.append(_Waiting(call["id"], identity, str(call["function"]["name"]), at))
         waiting = new + waiting  # of two calls with one id the newer message's is answered
         if message["role"] == "tool" and messages[at - 1]["role"] != "tool":

@@ -22,6 +22,7 @@ from annie_quant.data.conversations import (
     assistant_message,
     names,
     result_message,
+    unknown_fields,
 )
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.judge.answers import parse_raw
@@ -129,7 +130,7 @@ class _Content:
     thoughts: list[str] = field(default_factory=list)
     calls: list[ChatCall] = field(default_factory=list)
     results: list[ChatMessage] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # fields of parts
+    notes: list[Note] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -155,9 +156,8 @@ def read_message(raw: object, form: MessageForm, notes: list[Note]) -> Iterator[
     if role is None:
         raise Unusable(f"unknown role {str(sender)[:30]!r}")
     known = MESSAGE_METADATA | READ_FIELDS | {form.role, form.content}
-    for name in sorted(raw.keys() - known):
-        if raw[name] not in (None, "", [], {}):
-            notes.append(("fields", f"unknown field {name[:40]!r} of a message"))
+    unknown = [name for name in raw.keys() - known if raw[name] not in (None, "", [], {})]
+    notes += unknown_fields(unknown, "a message")
     if any(raw.get(name) for name in FILE_FIELDS):
         raise Unusable(_NO_TEXT)
     has_calls = any(raw.get(name) for name in CALL_FIELDS)
@@ -165,7 +165,7 @@ def read_message(raw: object, form: MessageForm, notes: list[Note]) -> Iterator[
     if form.content not in raw and not (role == "assistant" and has_calls):
         raise Unusable(f"a message without {form.content}")
     content = _content_of(raw.get(form.content), form)
-    notes += [("fields", f"unknown field {name[:40]!r} of content") for name in content.unknown]
+    notes += content.notes
     if role == "call":
         value = _json_or_literal(content.text)
         calls = value if isinstance(value, list) else [value]
@@ -259,7 +259,7 @@ def _add_part(part: object, form: MessageForm, result: _Content) -> None:
     if not isinstance(part, Mapping) or kind not in form.parts:
         raise Unusable(f"unknown type {kind[:40]!r} of content")
     meaning, name = form.parts[kind]
-    result.unknown += sorted(part.keys() - PART_FIELDS - {name})
+    result.notes += unknown_fields(part.keys() - PART_FIELDS - {name}, "content")
     if meaning != SKIPPED and name not in part:
         raise Unusable(f"content of type {kind!r} without {name}")
     if meaning == TEXT:

@@ -21,6 +21,7 @@ from annie_quant.data.conversations import (
     Unusable,
     conversation_from,
     names,
+    unknown_fields,
 )
 from annie_quant.data.logged_answers import LoggedAnswer, read_answer, whole_answer
 from annie_quant.data.message_forms import OPENAI, OTEL, SHAREGPT, read_message, read_messages
@@ -186,8 +187,7 @@ def _note_unknown(
     read = {path[0] for path in places if path} | {"messages", "system", "system_prompt", "choices"}
     known = RECORD_METADATA | {*read, *_TIME_FIELDS, "functions", "tools"}
     parts = (record, request) if envelope is CHAT else (request,) * (request is not record)
-    for name in sorted({name for part in parts for name in part.keys() - known}):
-        notes.append(("fields", f"unknown field {name[:40]!r} of a record"))
+    notes += unknown_fields({name for part in parts for name in part.keys() - known}, "a record")
 
 
 def _at(record: JsonObject, path: Path) -> Any:
@@ -251,9 +251,7 @@ def _read_sharegpt(row: JsonObject) -> Conversation:
     form = SHAREGPT if isinstance(first, Mapping) and "from" in first else OPENAI
     messages = read_messages(turns, form, notes)
     known = RECORD_METADATA | {*SHAREGPT_LISTS, *_TIME_FIELDS, "tools", "system", "system_prompt"}
-    notes += [
-        ("fields", f"unknown field {n[:40]!r} of a record") for n in sorted(row.keys() - known)
-    ]
+    notes += unknown_fields(row.keys() - known, "a record")
     system = row.get("system") or row.get("system_prompt")
     return _finished(row, row, messages, row.get("tools"), system, notes)
 
@@ -331,8 +329,7 @@ def _read_responses(row: JsonObject) -> Conversation:
     messages = read_items(request, _response_of(row), notes)
     known = RECORD_METADATA | {path[0] for path in CHAT.requests if path} | {*_TIME_FIELDS}
     known |= {*OWN_FIELDS, "input", "response", "response_body"}
-    for name in sorted(row.keys() - known):
-        notes.append(("fields", f"unknown field {name[:40]!r} of a record"))
+    notes += unknown_fields(row.keys() - known, "a record")
     system = request.get("instructions") or ""
     return _finished(row, request, messages, request.get("tools"), system, notes)
 

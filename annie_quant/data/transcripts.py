@@ -17,6 +17,7 @@ from annie_quant.data.conversations import (
     append_to,
     conversation_from,
     names,
+    unknown_fields,
 )
 from annie_quant.data.message_forms import OPENAI, read_message
 from annie_quant.data.response_items import add_item
@@ -197,8 +198,7 @@ class Codex(Transcript):
         if kind == "session_meta" and isinstance(payload, Mapping):
             yield from self.end()
             self._system = _instructions(payload)
-            for name in sorted(payload.keys() - SESSION_FIELDS):
-                self.notes.append(("fields", f"unknown field {name[:40]!r} of a session"))
+            self.notes += unknown_fields(payload.keys() - SESSION_FIELDS, "a session")
             return
         if kind == "compacted":  # the model's context is another one from here
             self._is_cut = True

@@ -59,14 +59,16 @@ def _answer_in_object(body: Fields) -> LoggedAnswer:
         message = body.get("message")
     if not isinstance(message, Mapping) or message.get("role", "assistant") != "assistant":
         raise Unusable(NO_COMPLETION)
-    return whole_answer({**message, "role": "assistant"}, reason)
+    return {**message, "role": "assistant"}, finish_reason_of(reason)
 
 
-def whole_answer(message: JsonObject, reason: object) -> LoggedAnswer:
-    """Return a message and its finish reason. Raises Unusable where the answer was cut."""
-    if isinstance(reason, str) and reason.lower() in CUT_REASONS:
+def finish_reason_of(reason: object) -> str | None:
+    """Return an answer's finish reason; None where it has none. Raises Unusable where the answer was cut."""
+    if not isinstance(reason, str):
+        return None
+    if reason.lower() in CUT_REASONS:
         raise Unusable(f"an answer that was cut (finish_reason {reason.lower()!r})")
-    return message, reason if isinstance(reason, str) and reason else None
+    return reason or None
 
 
 def _answer_in_text(text: str) -> LoggedAnswer | None:
@@ -121,7 +123,7 @@ def message_of_events(body: bytes) -> LoggedAnswer:
         ]
     if not any(message.get(name) for name in ("content", "reasoning_content", "tool_calls")):
         raise Unusable("a stream without an answer")
-    return whole_answer(message, answer.finish_reason)
+    return message, finish_reason_of(answer.finish_reason)
 
 
 def _check_event(event: Frame) -> None:

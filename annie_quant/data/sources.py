@@ -23,8 +23,15 @@ from annie_quant.data.conversations import (
     names,
     unknown_fields,
 )
-from annie_quant.data.logged_answers import LoggedAnswer, read_answer, whole_answer
-from annie_quant.data.message_forms import OPENAI, OTEL, SHAREGPT, read_message, read_messages
+from annie_quant.data.logged_answers import LoggedAnswer, finish_reason_of, read_answer
+from annie_quant.data.message_forms import (
+    OPENAI,
+    OTEL,
+    SHAREGPT,
+    MessageForm,
+    read_message,
+    read_messages,
+)
 from annie_quant.data.response_items import OWN_FIELDS, is_response_request, read_items
 from annie_quant.data.tool_forms import tools_of
 
@@ -110,7 +117,7 @@ def _read_envelope(record: JsonObject, envelope: _Envelope) -> Conversation:
         offered = None
     system = request.get("system") or record.get("system") or record.get("system_prompt")
     if messages and messages[-1]["role"] == "assistant":
-        whole_answer({}, record.get("finish_reason"))
+        finish_reason_of(record.get("finish_reason"))
     _note_unknown(record, request, envelope, notes)
     return _finished(record, request, messages, offered, system, notes)
 
@@ -135,8 +142,7 @@ def _finished(
 ) -> Conversation:
     """Return the conversation of a record's messages. Tools in a system prompt's tags count where there are no others."""
     tools, faults = tools_of(offered)
-    texts = [_system_text(system)] if system else []
-    prompt = "\n".join(texts)
+    prompt = _system_text(system, OPENAI, []) if system else ""
     conversation = conversation_from(messages, prompt, tools or None, notes)
     tagged = _TOOLS.search(conversation.system or "")
     if tagged and not tools:
@@ -152,10 +158,9 @@ def _finished(
     return conversation
 
 
-def _system_text(system: object) -> str:
-    """Return a system prompt that is next to the messages: text, or Anthropic's blocks."""
-    role = {"role": "system", "content": system}
-    (message,) = read_message(role, OPENAI, [])
+def _system_text(system: object, form: MessageForm, notes: list[Note]) -> str:
+    """Return a system prompt that is next to the messages: text, Anthropic's blocks, or OpenTelemetry's parts."""
+    (message,) = read_message({form.role: "system", form.content: system}, form, notes)
     return message["content"]
 
 
@@ -287,16 +292,10 @@ def _read_otel(row: JsonObject) -> Conversation:
     answers = row["answers"] if isinstance(row["answers"], list) else []
     for answer in answers[:1]:
         messages += read_message(answer, OTEL, notes)
-        whole_answer({}, answer.get("finish_reason"))
+        finish_reason_of(answer.get("finish_reason"))
     notes += [("answers", "not the first choice")] * len(answers[1:])
-    system = "\n".join(m["content"] for m in _otel_system(row["system"], notes))
+    system = "" if row["system"] is None else _system_text(row["system"], OTEL, notes)
     return _finished(row, row, messages, row["tools"], system, notes)
-
-
-def _otel_system(parts: object, notes: list[Note]) -> list[Any]:
-    if parts is None:
-        return []
-    return list(read_message({"role": "system", "parts": parts}, OTEL, notes))
 
 
 def _is_responses(row: JsonObject) -> bool:

@@ -25,7 +25,12 @@ from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, changed_texts, decode_json
 from annie_quant.data.conversations import Unusable, with_text_arguments
-from annie_quant.data.logged_answers import LoggedAnswer, message_of_events, read_answer
+from annie_quant.data.logged_answers import (
+    NO_COMPLETION,
+    LoggedAnswer,
+    message_of_events,
+    read_answer,
+)
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.data.sources import conversation_of
 from annie_quant.documents import ChatMessage, LoggedChat
@@ -37,6 +42,7 @@ MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
 MAX_CHAT_BYTES = 1_000_000
 MAX_MODEL = 200  # characters of a model's name
+REQUEST_FIELDS = ("messages", "tools", "functions", "tool_choice")  # that are read
 READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 
 
@@ -89,7 +95,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             message, reason = read(decompressed(exchange.answer, exchange.coding))
         except Unusable as error:
             fault = str(error)
-    record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
+    record: JsonObject = {name: request.get(name) for name in REQUEST_FIELDS}
     if message is not None:
         # Here, because joining reasoning and content would hide a secret, and the scanner would
         # mask only a part of it.
@@ -125,15 +131,6 @@ def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
     if parts["reason"]:
         row["finish_reason"] = parts["reason"]
     return row
-
-
-def _tools(request: JsonObject) -> object:
-    """Return the tools on offer; None where the request forbids calls."""
-    return (
-        None
-        if request.get("tool_choice") == "none"
-        else request.get("tools") or request.get("functions")
-    )
 
 
 def _object(body: bytes) -> JsonObject | None:
@@ -178,7 +175,7 @@ def answer_of_body(body: bytes) -> LoggedAnswer:
     """
     answer = read_answer(_object(body))
     if answer is None:
-        raise Unusable("an answer that is not a chat completion")
+        raise Unusable(NO_COMPLETION)
     message, reason = answer
     return message, reason[:MAX_NAME] if reason else None
 

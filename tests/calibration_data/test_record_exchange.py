@@ -122,6 +122,18 @@ SPREAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_tools_are_recorded_unless_the_request_forbids_calls(name, choice):
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    offered = tool if name == "tools" else tool["function"]
+    messages = [{"role": "user", "content": "Find it."}]
+    request = json.dumps({"messages": messages, name: [offered], "tool_choice": choice})
+    exchange = CopiedExchange(request.encode(), None, False, "", "2026", Redactor([]))
+    row = json.loads(line_of(exchange, Scanner()).data)
+    assert row.get("tools") == ([tool] if choice == "auto" else None)
+
+
 def reduced(text: str) -> str:
     """Return what a reader would join: without punctuation of JSON and names of fields."""
     for word in (

@@ -66,6 +66,19 @@ class DrawnCall:
         text = json.dumps(self.arguments, ensure_ascii=False)
         return {"type": "function", "function": {"name": self.name, "arguments": text}}
 
+    def messages(self, number: int) -> list[ChatMessage]:
+        """Return the call, with an id of this number, and its result."""
+        call: ChatCall = {**self.openai(), "id": f"call_{number}"}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {
+                "role": "tool",
+                "content": self.result,
+                "name": self.name,
+                "tool_call_id": call["id"],
+            },
+        ]
+
 
 @dataclass(frozen=True)
 class ToolExchange:
@@ -185,17 +198,8 @@ def up_to_result(persona: Persona, exchange: ToolExchange) -> list[ChatMessage]:
         question = phrases.check.format(checks=exchange.check)
         messages.append({"role": "assistant", "content": question})
         messages.append({"role": "user", "content": phrases.agree})
-    for number, drawn in enumerate(exchange.calls):
-        call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append(
-            {
-                "role": "tool",
-                "content": drawn.result,
-                "name": drawn.name,
-                "tool_call_id": call["id"],
-            }
-        )
+    for number, call in enumerate(exchange.calls):
+        messages += call.messages(number)
     return messages
 
 

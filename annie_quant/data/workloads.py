@@ -52,7 +52,6 @@ from annie_quant.data.tool_exchanges import (
 from annie_quant.documents import (
     RECIPE_FILE,
     CaseFile,
-    ChatCall,
     ChatMessage,
     ContextFile,
     WorkloadFile,
@@ -484,15 +483,8 @@ def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[Cha
     if malformed:
         text = json.dumps({"name": drawn.name, "arguments": drawn.arguments})[:-2]
         return [user, {"role": "assistant", "content": f"<tool_call>\n{text}"}]
-    call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
-    result: ChatMessage = {
-        "role": "tool",
-        "content": drawn.result,
-        "name": drawn.name,
-        "tool_call_id": call["id"],
-    }
     reply: ChatMessage = {"role": "assistant", "content": exchange.reply}
-    return [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, reply]
+    return [user, *drawn.messages(number), reply]
 
 
 def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:

@@ -21,7 +21,7 @@ from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data import exchanges
 from annie_quant.data.prompt_rules import rules_of
-from annie_quant.data.row_rules import Row, faults
+from annie_quant.data.row_rules import Row, faults, spread
 from annie_quant.data.tool_exchanges import draw_exchange, with_drawn_tools
 from annie_quant.data.tool_results import draw_result
 from annie_quant.documents import ChatMessage, ChatRow, RowProvenance
@@ -259,12 +259,6 @@ def read_back(
         elif word[0] in ("yes", "ja"):
             contradicting.append(str(row["id"]))
     return ReadBack(n=len(chosen), contradicting=contradicting, unclear=n_unclear)
-
-
-def spread(rows: Sequence[Row], limit: int) -> list[Row]:
-    """Return at most `limit` rows, evenly spread."""
-    n = min(limit, len(rows))
-    return [rows[i * len(rows) // n] for i in range(n)]
 
 
 def row_lines(row: Row) -> list[str]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,13 @@ from annie_quant.documents.persona import Persona, Tool, load_persona
 from annie_quant.judge.checks.text import leaked, markdown_in
 
 Row = Mapping[str, Any]  # a conversation as its file has it; `faults` checks it
+_RowT = TypeVar("_RowT", bound=Row)
+
+
+def spread(rows: Sequence[_RowT], limit: int) -> list[_RowT]:
+    """Return at most `limit` rows, evenly spread."""
+    n = min(limit, len(rows))
+    return [rows[i * len(rows) // n] for i in range(n)]
 
 
 def user_text(row: Row) -> str:

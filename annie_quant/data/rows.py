@@ -25,7 +25,7 @@ from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.conversations import row_of
 from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Problems, read_logs
-from annie_quant.data.row_rules import Row, check_readable, form_report, text_of, user_text
+from annie_quant.data.row_rules import Row, check_readable, form_report, spread, text_of, user_text
 from annie_quant.documents.persona import Persona, built_in, load_persona
 
 _log = logging.getLogger(__name__)
@@ -154,9 +154,7 @@ def read_conversations(conversations: Rows, limit: int | None = None) -> list[Js
             f"{conversations} has no conversations",
             f"annie-quant data --persona annie --output {conversations}",
         )
-    if limit is None or limit >= len(rows):
-        return rows
-    return [rows[i * len(rows) // limit] for i in range(limit)]
+    return rows if limit is None else spread(rows, limit)
 
 
 def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:

@@ -200,7 +200,7 @@ static int store_read(struct transfer *t, size_t size)
 
 static bool is_type(const char *type, const char *expected)
 {
-    return type && text_begins((struct text){type, strlen(type)}, expected);
+    return text_begins((struct text){type, strlen(type)}, expected);
 }
 
 /* Servers are lenient about the content type of an event stream, but not about that of an error page or of newline-delimited JSON. */

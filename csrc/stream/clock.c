@@ -78,14 +78,10 @@ ssize_t clock_receive(int fd, void *into, size_t size, int flags, int64_t *realt
         struct cmsghdr align;
     } control;
     struct iovec vector = {into, size};
-    struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1};
-    if (realtime_ns) {
-        *realtime_ns = 0;
-        message.msg_control = control.bytes;
-        message.msg_controllen = sizeof control.bytes;
-    }
+    struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
+    *realtime_ns = 0;
     ssize_t got = recvmsg(fd, &message, flags | MSG_DONTWAIT);
-    if (got <= 0 || !realtime_ns)
+    if (got <= 0)
         return got;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
         if (c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_TIMESTAMPNS) {

@@ -40,9 +40,8 @@ void clock_stamp(const struct clock_pair *pair, int64_t realtime_ns, int64_t not
 /* Make the kernel stamp what this socket receives. */
 bool clock_stamp_socket(int fd);
 
-/* recvmsg with the kernel's stamp (CLOCK_REALTIME) of the data, 0 if there is none. For several packets it is the newest stamp.
- * realtime_ns: NULL for a socket that is not stamped. Without space for control messages, the kernel closes the descriptors that the peer
- * of a Unix socket passes (unix(7)). */
+/* recvmsg with the kernel's stamp (CLOCK_REALTIME) of the data, 0 if there is none. For several packets it is the newest stamp. Not
+ * for Unix sockets: descriptors that the peer passes would stay open (unix(7)). */
 ssize_t clock_receive(int fd, void *into, size_t size, int flags, int64_t *realtime_ns);
 
 /* Return the number of bytes that a TCP socket has received in total, read or not; -1: unknown. */

@@ -254,9 +254,9 @@ class ModelFolder:
         """Return the JSON object of a file in this folder, or None if the file is missing."""
         return read_object(self.path / name)
 
-    @property
+    @functools.cached_property
     def config(self) -> JsonObject:
-        """config.json, which every model folder has."""
+        """config.json, which every model folder has, as it was when it was first read."""
         config = self.json("config.json")
         if config is None:
             raise ShardError(

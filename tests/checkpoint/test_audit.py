@@ -12,6 +12,7 @@ import pytest
 from checkpoint_faults import DOWN, FAULTS, GATE, UP, awq, folded, scale
 
 import annie_quant as aq
+from annie_quant.checkpoint import shards
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
 
@@ -55,6 +56,19 @@ def test_the_summary_counts_tensors(sound):
 def test_a_plain_checkpoint_has_16_bits_per_weight(sound):
     s = aq.checkpoint.audit(sound["bf16"]).summary
     assert s.dialect == "plain" and s.bits_per_weight == 16 and s.bits_per_quantized_weight is None
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nvfp4"])
+def test_the_settings_are_not_read_again_for_each_tensor(sound, kind, monkeypatch):
+    reads = []
+
+    def read(path: Path) -> object:
+        reads.append(path.name)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    monkeypatch.setattr(shards, "read_object", read)
+    assert aq.checkpoint.audit(sound[kind]).ok
+    assert reads.count("config.json") == 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -53,7 +53,7 @@ from annie_quant.checkpoint.restoration import (
     with_lost_settings,
 )
 from annie_quant.checkpoint.runtime_names import Renaming, plan_renaming
-from annie_quant.checkpoint.shards import ModelFolder, without_quantization
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json
@@ -267,11 +267,7 @@ class _RepairPlanner:
         if source is not None:
             config, actions = with_lost_settings(source, config, self.naming.multimodal)
             self.actions.extend(actions)
-        files = (
-            settings.files
-            | self.naming.files
-            | {"config.json": without_quantization(config) | inline}
-        )
+        files = settings.files | self.naming.files | {"config.json": config | inline}
         tensors = [replace(tensor, name=name_in_copy(tensor.name)) for tensor in tensors]
         return RepairPlan(tensors, files, self.actions + self.naming.actions)
 

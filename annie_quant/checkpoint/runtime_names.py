@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from annie_quant import models
 from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.shards import CLASS_FILES, ModelFolder
+from annie_quant.checkpoint.shards import CLASS_FILES, ModelFolder, without_quantization
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding
@@ -155,7 +155,7 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
         multimodal = False
     elif named and model_type in named[0].model_types and model_type != named[1].model_type:
         multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
-    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    config = without_quantization(folder.config)
     actions = list[str]()
     forms = named[0].forms if named else ()
     if forms:

@@ -275,25 +275,3 @@ def test_a_step_of_the_wall_clock_never_shifts_a_stamp(
     offset_now, offset_before, stamp, mapped
 ) -> None:
     assert _stream.map_stamp(offset_now, offset_before, stamp, MONO - 10**9, MONO) == mapped
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request("ftp://x/"), "not an http"),
-        (Request("localhost:8000/v1"), "not an http"),
-        (Request("http://x/", headers={"A": "b\r\nHost: evil"}), "line break"),
-        (Request("http://x/", json={}, body=b""), "both"),
-        (Request("http://x/", start_s=-1), "before the run"),
-    ],
-)
-def test_invalid_requests(request_: Request, words: str) -> None:
-    with pytest.raises(aq.errors.UsageError, match=words):
-        aq.stream.run([request_])
-
-
-def test_invalid_options() -> None:
-    for options in ({"concurrency": 0}, {"http": "3"}):
-        with pytest.raises(aq.errors.UsageError):
-            aq.stream.run([Request("http://x/")], **options)
-    assert aq.stream.run([]).records() == []

@@ -26,10 +26,6 @@ def byte(t: dict, name: str, value: int, index=(0, 0)) -> None:
     t[name].view(np.uint8)[index] = value
 
 
-def first_block_of(t: dict) -> tuple[int, int]:
-    return (0, 0)
-
-
 FAULTS = {
     "NaN block scale": (
         lambda t, c: byte(t, f"{GATE}.weight_scale", 0x7F),

@@ -26,7 +26,6 @@ from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.models.formats import FP8, FP8_CHANNEL, NVFP4, W4A16, Format
 
 _UNQUANTIZED = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", _UNQUANTIZED)
@@ -112,13 +111,6 @@ def convert(
 # ---- model folders
 
 
-def stored_format(linear: Linear, folder: ModelFolder) -> Format:
-    """Return a linear's format."""
-    if linear.format == "nvfp4":
-        return NVFP4 if linear.input_global else W4A16
-    return FP8_CHANNEL if linear.per_channel(folder) else FP8
-
-
 def left_out_files(folder: ModelFolder) -> list[str]:
     """Return the files of weights, and the tensors outside of the index, that no command reads."""
     names = [f"{name} ({INDEX} does not list it in {file})" for name, file in folder.unlisted]
@@ -200,7 +192,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     formats = {}
     for name, linear in model.linears.items():
         plan += dialect.tensors(linear, folder)
-        formats[name] = stored_format(linear, folder)
+        formats[name] = linear.stored_format(folder)
     left_out = []
     excluded = set()
     for name in model.unowned:

@@ -20,7 +20,7 @@ from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import salvage_value
-from annie_quant.models.formats import FP8, FP8_BLOCK, FP8_CHANNEL, NVFP4, W4A16
+from annie_quant.models.formats import FP8, FP8_BLOCK, FP8_CHANNEL, NVFP4, W4A16, Format
 
 Size = Annotated[int, Meta(ge=1)]
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -130,6 +130,12 @@ class Linear:
         rows = folder.info(self.weight).shape[:1]
         shape = folder.info(self.block_scale).shape
         return shape in (rows, (*rows, 1)) and rows != (1,)
+
+    def stored_format(self, folder: ModelFolder) -> Format:
+        """Return the format in which the linear is stored."""
+        if self.format == "nvfp4":
+            return NVFP4 if self.input_global else W4A16
+        return FP8_CHANNEL if self.per_channel(folder) else FP8
 
     def scale_grid(self, folder: ModelFolder) -> tuple[int, int]:
         """Return the numbers of blocks in the rows and columns of an FP8 weight.

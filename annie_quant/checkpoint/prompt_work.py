@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from annie_quant import models
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.linears import HEAD, all_linears, read_struct, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
@@ -79,10 +78,8 @@ def _linears_of(
         linear = stored.get(module)
         if linear:
             size = sum(folder.info(name).size_bytes for name in linear.tensors())
-            name = linear.format
-            if name == "nvfp4" and not linear.input_global:
-                name = "w4a16"
-            kernel = kernel_of(name, server, linear.block is not None)
+            stored_format = linear.stored_format(folder)
+            kernel = kernel_of(stored_format.name, server, linear.block is not None)
             yield module, kernel, math.prod(linear.shape(folder)), size
         else:
             chosen = (planned or {}).get(folder.family.kind_of(module), BF16)
@@ -108,7 +105,7 @@ def work_of(
         if family.kind_of(module) == "head":
             head_bytes = size
             continue
-        is_expert = experts and models.in_layer(module).startswith(f"{experts.module}.")
+        is_expert = experts is not None and experts.contain(module)
         sizes = routed if is_expert else linears
         add(sizes, kernel, weights, size)
     tied_head = weight_name(folder, HEAD)
@@ -120,18 +117,15 @@ def work_of(
 def _shape_of(folder: ModelFolder) -> ModelShape:
     shape = read_struct(AttentionShape, folder.text_config)
     heads = shape.num_attention_heads
-    head_size = shape.head_dim or shape.hidden_size // max(1, heads)
     types = Counter(shape.types)
     attention = (
-        (types["full_attention"], heads, head_size, 0),
-        (types["sliding_attention"], heads, head_size, shape.sliding_window or 0),
+        (types["full_attention"], heads, shape.head_size, 0),
+        (types["sliding_attention"], heads, shape.head_size, shape.sliding_window or 0),
     )
-    experts = folder.family.experts
-    share = experts.active_share(folder.text_config) if experts else 1.0
     return ModelShape(
         hidden=shape.hidden_size,
         layers=len(shape.types),
         attention=attention,
         deltanet=(types["linear_attention"], shape.linear_num_value_heads),
-        active_share=share,
+        active_share=folder.active_share,
     )

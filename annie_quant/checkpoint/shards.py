@@ -289,6 +289,12 @@ class ModelFolder:
         return experts.with_count(merged) if experts else merged
 
     @property
+    def active_share(self) -> float:
+        """The share of the experts that a token passes; 1 for a dense model."""
+        experts = self.family.experts
+        return experts.active_share(self.text_config) if experts else 1.0
+
+    @property
     def ties_embedding(self) -> object:
         """tie_word_embeddings of config.json: whether the embedding is also the head; None: not given."""
         config = self.config

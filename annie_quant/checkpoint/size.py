@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant import models
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.header import ShardError
@@ -96,13 +95,12 @@ def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None
     family = folder.family
     tied = is_tied(folder)
     experts = family.experts
-    share = experts.active_share(folder.text_config) if experts else 1.0
+    share = folder.active_share
     read = 0.0
     for name in folder:
         if family.is_auxiliary(name) or (name.endswith("embed_tokens.weight") and not tied):
             continue
-        inside = models.in_layer(name)
-        routed = experts is not None and inside.startswith(f"{experts.module}.")
+        routed = experts is not None and experts.contain(name)
         size = folder.info(name).size_bytes if bytes_of is None else bytes_of(name)
         read += size * (share if routed else 1.0)
     return round(read)
@@ -145,6 +143,11 @@ class AttentionShape(msgspec.Struct):
         """The kind of attention of each decoder layer."""
         return self.layer_types or ["full_attention"] * self.num_hidden_layers
 
+    @property
+    def head_size(self) -> int:
+        """The size of one attention head."""
+        return self.head_dim or self.hidden_size // max(1, self.num_attention_heads)
+
 
 @dataclass(frozen=True)
 class Caches:
@@ -176,8 +179,7 @@ class Caches:
 def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
     """Return the caches of a model. element: bytes of an element of keys and values."""
     heads = shape.num_key_value_heads or shape.num_attention_heads
-    size = shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)
-    keys_values = 2 * heads * size * element
+    keys_values = 2 * heads * shape.head_size * element
     full, sliding, linear = (
         shape.types.count(f"{kind}_attention") for kind in ("full", "sliding", "linear")
     )
@@ -189,5 +191,5 @@ def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
         window=shape.sliding_window or 0,
         state=linear * 4 * shape.linear_key_head_dim * values,
         convolution=linear * 2 * columns * shape.linear_conv_kernel_dim,
-        attention=(full, size),
+        attention=(full, shape.head_size),
     )

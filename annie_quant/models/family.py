@@ -111,6 +111,10 @@ class Experts:
         """The linears of one expert."""
         return tuple(linear for linears in self.merged.values() for linear in linears)
 
+    def contain(self, name: str) -> bool:
+        """Return whether a tensor or module belongs to one expert or to all."""
+        return in_layer(name).startswith(f"{self.module}.")
+
     def split(self, name: str) -> tuple[str, int, str] | None:
         """Return the layer, the expert's number and its linear, of a tensor or module of one expert; None of any other.
 

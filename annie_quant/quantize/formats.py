@@ -122,7 +122,7 @@ def expected_bytes(folder: ModelFolder, formats: Mapping[str, Format]) -> int:
 def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, float]:
     """Return linear → number of weights, for an expert's linear times the share of experts that a token passes."""
     experts = folder.family.experts
-    share = experts.active_share(folder.text_config) if experts else 1.0
+    share = folder.active_share
     counts: dict[str, float] = {}
     for name in linears:
         is_expert = experts is not None and experts.split(name) is not None

@@ -97,7 +97,7 @@ def module_in_layer(family: models.Family, name: str) -> str:
     """Return the module of a tensor inside its layer; the experts, merged or single, are one."""
     inside = models.in_layer(name)
     experts = family.experts
-    if experts and inside.startswith(f"{experts.module}."):
+    if experts and experts.contain(name):
         return experts.module
     for end in (".weight_packed", ".weight_scale_inv", ".weight"):
         inside = inside.removesuffix(end)
@@ -171,7 +171,7 @@ def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
     experts = folder.family.experts
     lost = []
     for name in source:
-        routed = experts is not None and models.in_layer(name).startswith(f"{experts.module}.")
+        routed = experts is not None and experts.contain(name)
         tied = models.short_name(name).startswith(HEAD_MODULE) and may_be_tied(folder)
         optional = name.endswith(OPTIONAL_ENDS) or source.family.is_auxiliary(name)
         if not (routed or tied or optional) and is_missing(folder, name):

@@ -15,7 +15,6 @@ c_file() { # both compilers' analyzers on one file
     # (vector_grow). The sanitizers check both; libFuzzer and test_nothing_leaks check for leaks.
     case $file in
     csrc/nvfp4/kq_*) known=-Wno-analyzer-use-of-uninitialized-value ;;
-    # client_socket never returns NULL for the socket of a connection that exists.
     csrc/stream/*) known=-Wno-analyzer-malloc-leak ;;
     *) known= ;;
     esac

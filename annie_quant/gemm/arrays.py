@@ -82,11 +82,6 @@ class View:
     stream: int | None = None
 
     @property
-    def start(self) -> int:
-        """The address of the first byte."""
-        return self.ptr
-
-    @property
     def end(self) -> int:
         """The address after the last byte."""
         if 0 in self.shape:

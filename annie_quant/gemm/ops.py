@@ -112,7 +112,7 @@ def _shared_device(written: dict[str, View], read: dict[str, View]) -> int:
         raise UsageError(f"the arrays are on different devices: {places}")
     for name, v in written.items():
         for other, w in operands.items():
-            if other != name and v.start < w.end and w.start < v.end:
+            if other != name and v.ptr < w.end and w.ptr < v.end:
                 raise UsageError(f"{name} and {other} overlap in memory", "use separate arrays")
     return devices.pop()
 

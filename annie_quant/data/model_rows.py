@@ -69,12 +69,15 @@ class AnsweringModel(Protocol):
 
 @dataclass
 class _Talk:
-    """A conversation that is being written. tool: that its first message asks for. further: users' later messages."""
+    """A conversation that is being written.
+
+    tool: that its first message asks for, until it is called or the user has agreed.
+    further: users' later messages.
+    """
 
     messages: list[ChatMessage]
     tool: str = ""
     further: list[str] = field(default_factory=list)
-    has_called: bool = False
     finished: bool = False
 
 
@@ -203,8 +206,8 @@ def _continue(talk: _Talk, answer: ModelAnswer, persona: Persona, rng: random.Ra
             {"role": "tool", "content": content, "name": name, "tool_call_id": call["id"]}
         )
     if calls:
-        talk.has_called = True
-    elif talk.tool and not talk.has_called:
+        talk.tool = ""
+    elif talk.tool:
         talk.tool = ""  # a user agrees once
         agree = rules_of(persona).phrases.agree
         talk.messages.append({"role": "user", "content": agree})

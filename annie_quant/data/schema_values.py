@@ -7,6 +7,7 @@ prompt's today, and a unit is that of its quantity. The names are in assets/offl
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import random
@@ -202,9 +203,9 @@ class ValueDrawer:
     def knows(self, name: str) -> bool:
         """Return whether the name says what its values are."""
         last = words_of(name)[-1:]
-        listed = (VALUES.dates, VALUES.times, VALUES.moments, VALUES.people, VALUES.codes)
-        is_listed = any(set(last) & {*words} for words in (*listed, VALUES.units_words))
-        return is_listed or self._entry(name) is not None
+        moments = {*VALUES.dates, *VALUES.times, *VALUES.moments}
+        listed = moments.union(VALUES.people, VALUES.codes, VALUES.units_words)
+        return not listed.isdisjoint(last) or self._entry(name) is not None
 
     def note_fields(self, names: Sequence[str]) -> None:
         """Take the quantity that is measured from names and values of a result."""
@@ -259,10 +260,10 @@ class ValueDrawer:
 
     def not_before(self, value: object, others: Iterable[object]) -> object:
         """Return a result's date, or the last of the other dates where it is earlier: what is returned was borrowed before."""
-        form = _format_of(value) if isinstance(value, str) else ""
+        form, _ = _parsed(value)
         if form not in DATE_FORMATS:
             return value
-        dates = [other for other in others if isinstance(other, str) and _format_of(other) == form]
+        dates = [other for other in others if _parsed(other)[0] == form]
         return max([value, *dates], key=_sort_key)
 
     def put_in_order(self, values: JsonObject) -> None:
@@ -301,8 +302,8 @@ class ValueDrawer:
         return items
 
     def _number(self, node: Schema, kind: object, name: str) -> int | float:
-        low, high = self._limits(node, self._entry(name))
         entry = self._entry(name)
+        low, high = self._limits(node, entry)
         usual = 1 if kind == "integer" else 0.5
         if entry is not None and entry.low is not None:
             usual = max(1, round(entry.step)) if kind == "integer" else entry.step
@@ -508,20 +509,17 @@ def _ordered_pairs(names: Sequence[str], about: Sequence[str]) -> list[tuple[str
     return pairs
 
 
-def _format_of(text: str) -> str:
-    """Return the format of a date or a time; "" for another text."""
-    for form in (*DATE_FORMATS, *TIME_FORMATS, *MOMENT_FORMATS):
-        try:
-            datetime.datetime.strptime(text, form)
-        except ValueError:
-            continue
-        return form
-    return ""
+def _parsed(value: object) -> tuple[str, datetime.datetime | None]:
+    """Return the format of a date or a time, and its moment; ("", None) for any other value."""
+    if isinstance(value, str):
+        for form in (*DATE_FORMATS, *TIME_FORMATS, *MOMENT_FORMATS):
+            with contextlib.suppress(ValueError):
+                return form, datetime.datetime.strptime(value, form)
+    return "", None
 
 
 def _sort_key(value: object) -> Any:
     """Return what a number, a date or a time is sorted by; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    form = _format_of(value) if isinstance(value, str) else ""
-    return datetime.datetime.strptime(str(value), form) if form else None
+    return _parsed(value)[1]

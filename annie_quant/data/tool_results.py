@@ -38,10 +38,9 @@ def draw_result(
 ) -> JsonObject:
     """Return a result of a call. A field with an argument's name has that argument's value."""
     description = str(tool.get("description") or "")
-    drawer = ValueDrawer({}, rng, split, rules, f"{tool['name']} {description}")
     schema = next((tool[key] for key in RESULT_SCHEMAS if isinstance(tool.get(key), Mapping)), None)
+    drawer = ValueDrawer(schema or {}, rng, split, rules, f"{tool['name']} {description}")
     if schema is not None:
-        drawer.root = schema
         drawn = drawer.value({"type": "object", **schema})
         if isinstance(drawn, dict) and drawn:
             return {name: arguments.get(name, value) for name, value in drawn.items()}
@@ -53,7 +52,8 @@ def draw_result(
     result = {
         name: value for name, value in arguments.items() if not isinstance(value, (list, dict))
     }
-    drawer.note_fields([*result, *fields, *filter(_is_text, result.values())])
+    texts = [value for value in result.values() if isinstance(value, str)]
+    drawer.note_fields([*result, *fields, *texts])
     for name in fields:
         if name not in result:
             value = _field_value(drawer, name, result)
@@ -91,10 +91,6 @@ def _field_value(drawer: ValueDrawer, name: str, known: JsonObject) -> object:
             values = {drawer.result_value(singular) for _ in range(LIST_LENGTH)}
             return sorted(values, key=str)
     return drawer.result_value(name)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def named_fields(description: str) -> list[str]:

@@ -313,26 +313,17 @@ def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> Ma
     # Neighbouring samples are alike, so the interval is that of the medians of bins.
     bins = np.array_split(np.array(values), min(PROBE_BINS, len(values)))
     low, high = median_interval([float(np.median(part)) for part in bins])
-    times = [s.time_unix_s for s in samples]
-    usual_s = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     last = {r.id: r for r in records}
-    state = MachineState(
+    return MachineState(
         probe=samples[-1].probe,
         samples=len(samples),
         probe_ms=statistics.median(values),
         low=low,
         high=high,
-        resolution_s=(WINDOW // 2 + 1) * usual_s,
         spans=unsteady(samples),
         marked=sum(r.load.invalid is not None for r in records),
         left=sum(r.load.invalid is not None for r in last.values()),
     )
-    if usual_s:
-        state.cost = statistics.fmean(s.took_s for s in samples) / usual_s
-    if len(values) >= MIN_SAMPLES:
-        _, limit = _medians(np.log(values))
-        state.least_change = math.expm1(limit)
-    return state
 
 
 def findings(state: MachineState | None, requests: int, backends: Sequence[str]) -> list[Confound]:

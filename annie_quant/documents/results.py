@@ -314,9 +314,6 @@ class MachineState(msgspec.Struct, kw_only=True):
 
     probe: the piece of work that is timed.
     probe_ms: its median; low, high: 95 % interval.
-    cost: share of the run's time that sampling took.
-    least_change: the smallest change of the probe that would be found.
-    resolution_s: how long a change must last to be found.
     marked: requests that were marked invalid; left: those of them without a valid repeat.
     """
 
@@ -325,9 +322,6 @@ class MachineState(msgspec.Struct, kw_only=True):
     probe_ms: float
     low: float | None = None
     high: float | None = None
-    cost: float = 0.0
-    least_change: float = 0.0
-    resolution_s: float = 0.0
     spans: list[MachineSpan] = []
     marked: Count = 0
     left: Count = 0

@@ -102,10 +102,16 @@ def sampled(folder: Path, seconds: float, load: int) -> None:
 
 
 def report(state, samples, planted: list[float]) -> None:
+    from annie_quant.bench import machine
+
     print(
         f"load from {planted[0]:.0f} to {planted[1]:.0f}; {state.probe}: {state.probe_ms:.3g} ms, {state.samples} samples"
     )
-    print(f"cost {state.cost:.2%}, a change of {state.least_change:.1%} would be found")
+    cost = np.mean([s.took_s for s in samples]) / np.median(
+        np.diff([s.time_unix_s for s in samples])
+    )
+    _, limit = machine._medians(np.log([s.probe_ms for s in samples]))
+    print(f"cost {cost:.2%}, a change of {np.expm1(limit):.1%} would be found")
     for span in state.spans:
         print(
             f"  {span.start_unix_s - planted[0]:+.0f} to {span.end_unix_s - planted[0]:+.0f} s: {span.cause}"

@@ -240,15 +240,13 @@ def _not_kept(column: Column) -> str:
 
 def _missed(column: Column) -> str:
     rows = [
-        (gate, r) for gate, r in column.gates.items() if not r.advisory and _absolute(r) == "fail"
+        (gate, r)
+        for gate, r in column.gates.items()
+        if not r.advisory and r.absolute_verdict == "fail"
     ]
     return "; ".join(
         f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows
     )
-
-
-def _absolute(result: documents.GateResult) -> documents.Outcome:
-    return result.meets if result.meets is not None else result.verdict
 
 
 def requirement_lines(
@@ -257,7 +255,9 @@ def requirement_lines(
     """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
     lines = []
     for name, gates in columns.items():
-        required = sorted((r.requirement, _absolute(r)) for r in gates.values() if r.requirement)
+        required = sorted(
+            (r.requirement, r.absolute_verdict) for r in gates.values() if r.requirement
+        )
         parts = []
         for outcome, word in ABSOLUTE.items():
             numbers = [number for number, own in required if own == outcome]

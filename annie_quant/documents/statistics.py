@@ -152,6 +152,11 @@ class GateResult(msgspec.Struct, kw_only=True):
         """Share of the answers that pass; 0 without answers."""
         return self.passes / self.n if self.n else 0.0
 
+    @property
+    def absolute_verdict(self) -> Outcome:
+        """The verdict without a reference: `meets`, or `verdict` where only that was stored."""
+        return self.verdict if self.meets is None else self.meets
+
 
 LimitedMetric = Literal["ttft_content_ms", "decode_tok_s"]
 

@@ -62,8 +62,7 @@ def reference_line(gates: documents.GateTable) -> str:
     """Return whether the bf16 model passes its own gates; a gate that it misses was not lost by quantizing."""
     missed = []
     for gate, result in gates.items():
-        verdict = result.verdict if result.meets is None else result.meets
-        if verdict == "fail" and not result.advisory:
+        if result.absolute_verdict == "fail" and not result.advisory:
             missed.append(f"{title(gate)} {result.passes} of {result.n}")
     if not missed:
         return "YES → from the fewest bytes per token up:"

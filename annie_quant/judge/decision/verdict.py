@@ -153,7 +153,7 @@ def apply(table: Mapping[str, GateResult], paired: GateCounts) -> dict[str, Gate
 
 
 def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> GateResult:
-    meets = result.verdict if result.meets is None else result.meets
+    meets = result.absolute_verdict
     if gate is None or result.advisory or not decides(name):
         return replace(result, meets=meets)
     tested = is_tested(name, gate)

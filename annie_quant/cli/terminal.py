@@ -16,6 +16,7 @@ import msgspec
 
 from annie_quant.cli.tables import WIDTH
 from annie_quant.core import files
+from annie_quant.core.progress import RemainingTime
 from annie_quant.core.text import printable
 
 if TYPE_CHECKING:
@@ -76,24 +77,15 @@ class TerminalTask:
         self._bar = bar
         self._task = bar.add_task(literal(title), total=None) if bar else None
         self.state = ""
-        self._first: tuple[float, float] | None = None  # (time, done) of the first update
-        self._done = 0.0
-        self._total = 0.0
+        self._remaining = RemainingTime()
 
     @property
     def remaining_s(self) -> float | None:
-        """The time that is left, from the speed since the first update; None where it is not known."""
-        if self._first is None:
-            return None
-        start_s, done_before = self._first
-        speed = (self._done - done_before) / max(time.monotonic() - start_s, 1e-9)
-        return (self._total - self._done) / speed if speed > 0 and self._total else None
+        """The time that is left; None where it is not known."""
+        return self._remaining.seconds
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
-        if self._first is None or done < self._first[1]:
-            self._first = (time.monotonic(), done)
-        self._done = done
-        self._total = total or 0.0
+        self._remaining.update(done, total)
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
         self._show(", ".join(filter(None, (share, text))), text, done, total)
 

@@ -59,13 +59,49 @@ class SilentConsole:
     def note(self, line: str) -> None: ...
 
 
+class RemainingTime:
+    """Estimates when a step ends, for what shows its progress.
+
+    The rate is that of the current step: it begins again where the total changes, or where `done` falls to its start.
+    """
+
+    def __init__(self) -> None:
+        self._total: float | None = (
+            None  # until the first update that has one, nothing is estimated
+        )
+        self._first = 0.0
+        self._done = 0.0
+        self._start_s = 0.0
+
+    def update(self, done: float, total: float | None) -> None:
+        begins_again = done < self._done and done <= self._first
+        if total != self._total or begins_again:
+            self._total = total
+            self._first = done
+            self._start_s = time.monotonic()
+        self._done = done
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that is left; None where it is not known."""
+        finished = self._done - self._first
+        if not self._total or finished <= 0:
+            return None
+        return (time.monotonic() - self._start_s) / finished * (self._total - self._done)
+
+
 class Lines:
-    """Passes each message, and the text of each update, to a function that takes one line."""
+    """Passes each message, and the text of each update with the time that is left, to a function that takes one line."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
+        self._remaining = RemainingTime()
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        self._remaining.update(done, total)
+        left_s = self._remaining.seconds
+        if text and left_s is not None:
+            text = f"{text}, {left_s:,.0f} s left"
         if text:
             self._write(text)
 
@@ -81,7 +117,7 @@ def as_progress(report: Progress | Callable[[str], object] | None) -> Progress:
 
 
 class ByteProgress:
-    """Counts bytes and reports amount (in MB), speed and remaining time.
+    """Counts bytes and reports their amount (in MB) and speed.
 
     done_before: bytes that an earlier, interrupted run finished; they do not count for the speed.
     """
@@ -96,6 +132,7 @@ class ByteProgress:
             progress.message(
                 f"{done_before / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB were finished by an earlier run"
             )
+        progress.update(done_before / 1e6, total_bytes / 1e6)
 
     def add(self, size_bytes: int) -> None:
         """Report `size_bytes` more bytes as finished."""
@@ -103,6 +140,5 @@ class ByteProgress:
         done_mb = (self._before + self._done) / 1e6
         total_mb = self._total / 1e6
         speed = self._done / max(time.monotonic() - self._start, 1e-9)
-        remaining_s = (self._total - self._before - self._done) / speed if speed else 0.0
-        text = f"{done_mb:,.0f} of {total_mb:,.0f} MB, {speed / 1e6:,.0f} MB/s, {remaining_s:,.0f} s left"
+        text = f"{done_mb:,.0f} of {total_mb:,.0f} MB, {speed / 1e6:,.0f} MB/s"
         self._progress.update(done_mb, total_mb, text)

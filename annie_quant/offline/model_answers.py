@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -46,7 +44,7 @@ class ModelAnswers:
         progress: Progress,
         text: str,
     ) -> list[ModelAnswer]:
-        """Return the answers in order, with an estimate of the end as progress."""
+        """Return the answers in order."""
         workload = _workload(max_tokens)
         requests = []
         answers: dict[int, ModelAnswer] = {}
@@ -56,9 +54,8 @@ class ModelAnswers:
                 requests.append(self.template.request(workload, case))
             except ConversationRefused as error:
                 answers[index] = ModelAnswer(assistant_message(""), False, 0, error.reason)
-        start = time.monotonic()
         for at in range(0, len(requests), ANSWERS_PER_STEP):
-            progress.update(at, len(requests), f"{text}{_end_time(start, at, len(requests))}")
+            progress.update(at, len(requests), text)
             step = requests[at : at + ANSWERS_PER_STEP]
             for request, answer in zip(step, self._complete(step), strict=True):
                 answers[int(request.case.id)] = answer
@@ -94,11 +91,3 @@ def _workload(max_tokens: int) -> Workload:
         gates=(),
         cases=(),
     )
-
-
-def _end_time(start: float, done: int, total: int) -> str:
-    if not done:
-        return ""
-    seconds = (time.monotonic() - start) / done * (total - done)
-    end = datetime.now().astimezone() + timedelta(seconds=seconds)
-    return f", until about {end:%H:%M}"

@@ -55,36 +55,6 @@ class QuantizeResult(msgspec.Struct):
     notes: list[str] = []
 
 
-class RemainingTime:
-    """Passes progress on, and adds the remaining seconds to the text of updates that have a total.
-
-    The rate is that of the current step: it begins again where the total changes or `done` falls.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._total: float | None = None
-        self._first = 0.0
-        self._done = 0.0
-        self._start_s = 0.0
-
-    def update(self, done: float, total: float | None = None, text: str = "") -> None:
-        now_s = time.monotonic()
-        if total != self._total or done < self._done:
-            self._total = total
-            self._first = done
-            self._start_s = now_s
-        self._done = done
-        finished = done - self._first
-        if total and finished > 0 and not text.endswith(" left"):
-            left_s = (now_s - self._start_s) / finished * (total - done)
-            text = f"{text}, {left_s:,.0f} s left"
-        self._progress.update(done, total, text)
-
-    def message(self, text: str) -> None:
-        self._progress.message(text)
-
-
 def available() -> dict[str, str]:
     """Return name → summary of every strategy."""
     return {name: strategy.summary for name, strategy in strategies.available().items()}
@@ -156,7 +126,7 @@ def run(
     for package in part.requires:
         need(package, "quantize")
     start = time.monotonic()
-    progress = RemainingTime(as_progress(report))
+    progress = as_progress(report)
     key = None
     if part.resume_key:
         key = {"strategy": part.name, "version": __version__, **part.resume_key(job)}

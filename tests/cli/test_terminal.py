@@ -14,6 +14,7 @@ from paths import ROOT
 
 from annie_quant.cli import terminal
 from annie_quant.cli.terminal import TerminalConsole, value_text
+from annie_quant.core.progress import ByteProgress, Lines
 
 
 def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
@@ -50,6 +51,31 @@ def test_a_pipe_learns_when_a_task_ends(monkeypatch, capsys):
     assert terminal.heartbeat_line("bench", 61.0, step) == "… bench, 61 s: 100 of 100"
     step.update(60, 100, "a · greeting")
     assert terminal.heartbeat_line("bench", 62.0, step).endswith("a · greeting, about 2 min left")
+
+
+def test_progress_states_when_a_step_ends(monkeypatch):
+    """Off a terminal the text is all that a reader sees. Each step has its own rate."""
+    clock = iter([0.0, 10.0, 20.0, 100.0, 103.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    lines = []
+    shown = Lines(lines.append)
+    for done, text in ((0, "a"), (1, "a"), (2, "a"), (0, "b"), (1, "b")):
+        shown.update(done, 4, text)
+    assert lines == ["a", "a, 30 s left", "a, 20 s left", "b", "b, 9 s left"]
+
+
+def test_a_log_has_the_time_that_is_left_once(monkeypatch):
+    """A checkpoint of one file after the other: "…, 3 s left, about 3 s left". A new total is another step."""
+    now = 1000.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    step = terminal.TerminalTask("convert")
+    step.update(0, 4, "reading")
+    now += 100
+    done = ByteProgress(step, 1_000_000_000, done_before=200_000_000)
+    now += 2
+    done.add(400_000_000)
+    line = terminal.heartbeat_line("convert", 102.0, step)
+    assert line.count("left") == 1 and line.endswith("600 of 1,000 MB, 200 MB/s, about 2 s left")
 
 
 def test_a_short_task_writes_no_heartbeat(capsys):

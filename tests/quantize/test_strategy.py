@@ -10,7 +10,6 @@ from paths import ROOT, TINY_ANNIE
 
 from annie_quant import quantize
 from annie_quant.core.errors import UsageError
-from annie_quant.core.progress import Lines
 from annie_quant.quantize import estimates, runner, strategies
 from annie_quant.quantize.rates import SPARK_RATES
 
@@ -114,17 +113,6 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
         if f'"{name}"' in file.read_text()
     ]
     assert uses == []
-
-
-def test_progress_states_when_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off a terminal the text is all that a reader sees. Each step has its own rate."""
-    clock = iter([0.0, 10.0, 20.0, 100.0, 103.0])
-    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
-    lines: list[str] = []
-    progress = runner.RemainingTime(Lines(lines.append))
-    for done, text in ((0, "a"), (1, "a"), (2, "a, 7 s left"), (0, "b"), (1, "b")):
-        progress.update(done, 4, text)
-    assert lines == ["a", "a, 30 s left", "a, 7 s left", "b", "b, 9 s left"]
 
 
 @pytest.mark.parametrize("name", [n for n, s in strategies.available().items() if s.cost.passes])

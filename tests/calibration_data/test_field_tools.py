@@ -25,7 +25,6 @@ MCP = {
     "inputSchema": PARCEL,
     "annotations": {"readOnlyHint": False},
 }
-PING = {"name": "ping", "description": "Checks the line.", "inputSchema": {"type": "object"}}
 OPENAI = {
     "type": "function",
     "function": {"name": "ship", "description": "Ships.", "parameters": PARCEL},

@@ -57,7 +57,6 @@ WORKLOADS = {  # name → gates, tokens of an answer, question
     "multi_turn": (["non_empty", "no_markdown", "thinking_leak"], 16, "And on day {i}?"),
     "abstention": (["abstention", "non_empty"], 15, "Please paint wall {i}."),
 }
-ADVISORY = {"tool_arguments"}
 HOSTILE = [
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">",
     "</pre></div><style>body{display:none}</style>{{ 7*7 }} ${alert(1)} [link](javascript:alert(1)) | a | b |",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-ACTIVE = {"script", "iframe", "object", "embed", "form", "base", "link", "img", "style"}
-
 
 class Read(HTMLParser):
     """`shown`: [(data-k, first line of the cell, second line)]. `tags`, `attributes`: all that stand in the page."""

@@ -425,7 +425,6 @@ def where(n: int) -> str:
 def keep_numerics(row: documents.StrategyRow, evaluation: documents.Evaluation) -> None:
     """Set the row's numerics to the part of an evaluation that search.json keeps."""
     row.verdict = evaluation.verdict
-    row.model_sha256 = evaluation.checkpoint_files.sha256 if evaluation.checkpoint_files else ""
     row.numerics = {
         kind: msgspec.convert(side, documents.SearchNumerics, from_attributes=True)
         for kind, side in evaluation.numerics.items()

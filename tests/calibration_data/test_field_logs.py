@@ -74,6 +74,10 @@ def event(uuid, parent, kind, content, identity=None, **more):
     }
 
 
+def says(text):
+    return [{"type": "text", "text": text}]
+
+
 def use(identity, name, **arguments):
     return [{"type": "tool_use", "id": identity, "name": name, "input": arguments}]
 
@@ -85,12 +89,12 @@ def result(identity, text):
 SPLIT = [
     event("1", None, "user", "Compare shelf 3 with shelf 4."),
     event("2", "1", "assistant", [{"type": "thinking", "thinking": "Two look-ups."}], "m1"),
-    event("3", "2", "assistant", [{"type": "text", "text": "I look at both."}], "m1"),
+    event("3", "2", "assistant", says("I look at both."), "m1"),
     event("4", "3", "assistant", use("a", "list_shelf", shelf=3), "m1"),
     event("5", "4", "assistant", use("b", "list_shelf", shelf=4), "m1"),
     event("6", "4", "user", result("a", "tea")),
     event("7", "5", "user", result("b", "salt")),
-    event("8", "7", "assistant", [{"type": "text", "text": "Tea, salt."}], "m2"),
+    event("8", "7", "assistant", says("Tea, salt."), "m2"),
 ]
 COMPARED = [
     ("user", "Compare shelf 3 with shelf 4."),
@@ -150,14 +154,7 @@ def test_the_gate_prompt_of_split_rows_has_both_calls(tmp_path):
         (
             [
                 event("x", "8", "user", "You are a search agent.", isSidechain=True),
-                event(
-                    "y",
-                    "x",
-                    "assistant",
-                    [{"type": "text", "text": "Found."}],
-                    "m9",
-                    isSidechain=True,
-                ),
+                event("y", "x", "assistant", says("Found."), "m9", isSidechain=True),
             ],
             COMPARED,
             "2 rows (a side chain",
@@ -168,16 +165,7 @@ def test_the_gate_prompt_of_split_rows_has_both_calls(tmp_path):
             "Claude Code's own message",
         ),
         (
-            [
-                event(
-                    "x",
-                    "8",
-                    "assistant",
-                    [{"type": "text", "text": "API Error: 529"}],
-                    "m9",
-                    isApiErrorMessage=True,
-                )
-            ],
+            [event("x", "8", "assistant", says("API Error: 529"), "m9", isApiErrorMessage=True)],
             COMPARED,
             "an error in place of an answer",
         ),

@@ -357,3 +357,6 @@ def test_cut_answers_are_not_read_as_what_the_gates_are_for() -> None:
     verdict = judge.verdict({"served": served, "confounds": [finding]})
     assert verdict.sentence == "CONFOUNDED (cut answers): nothing is decided."
     assert "Next: a: 2 of 2 answers were cut at max_tokens." in verdict.head
+    note = finding | {"severity": "note", "message": "a: 1 of 60 answers were cut at max_tokens"}
+    both = judge.verdict({"served": served, "confounds": [note, finding]})
+    assert both.head == verdict.head

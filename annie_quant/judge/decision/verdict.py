@@ -60,8 +60,7 @@ VERDICTS: dict[Outcome, GateVerdict] = {
     outcome: verdict for verdict, outcome in wording.OUTCOMES.items()
 }
 _SEVERITIES = ("confound", "fault", "note")
-# As findings name it (bench/confounds.py).
-_CUT_ANSWERS = "cut answers"
+_CUT_ANSWERS = "cut_answers"  # a code of bench/confounds.py
 
 
 # ---- an evaluation
@@ -440,9 +439,11 @@ def run_verdict(
 def _first_screen(aggregates: Aggregates, chosen: Decision) -> tuple[str, list[str]]:
     label = label_of(aggregates, chosen.candidate)
     incumbent = chosen.roles.incumbent
-    if _CUT_ANSWERS in chosen.confounded:
-        messages = (f.message for f in chosen.confounds if f.code == "cut_answers")
-        next_step = next(messages, wording.CONFOUNDED_NEXT)
+    cut = [
+        c.message for c in chosen.confounds if c.code == _CUT_ANSWERS and c.severity == "confound"
+    ]
+    if cut:
+        next_step = cut[0]
     elif chosen.confounded:
         next_step = wording.CONFOUNDED_NEXT
     elif aggregates.served:
@@ -456,7 +457,7 @@ def _first_screen(aggregates: Aggregates, chosen: Decision) -> tuple[str, list[s
         other_side = incumbent or chosen.roles.reference
         warning = wording.confounded(chosen.confounded, other_side is not None)
         # A cut answer fails every gate, and says nothing about what the gates are for.
-        loses = chosen.judged.having("loses") and _CUT_ANSWERS not in chosen.confounded
+        loses = chosen.judged.having("loses") and not cut
         sentence = f"{warning} {sentence}" if loses else warning
     return sentence, head
 

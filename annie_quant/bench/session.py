@@ -46,7 +46,7 @@ from annie_quant.bench.reference_answers import (
 )
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
-from annie_quant.core.host import environment, load_per_core, machine_state
+from annie_quant.core.host import environment, load_per_core
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import Bench, ChatMessage, Ended, Identity, RequestRecord, Roles
@@ -384,7 +384,6 @@ class Session:
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)
-        state = machine_state()
         answers = {row["tag"]: row for row in timings.records() if row["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
         if lost and not alive(backend):
@@ -403,7 +402,6 @@ class Session:
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at
             record.load.load_per_core = load_per_core()
-            record.load.clock_mhz, record.load.temperature_c, record.load.throttle = state
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
             judge_record(record, turn.case, visit.workload)

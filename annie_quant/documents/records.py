@@ -78,7 +78,7 @@ def incomplete(error: str | None, finish_reason: str | None) -> str:
 
 
 class RequestLoad(msgspec.Struct, kw_only=True):
-    """How a request reached the server, and the state of the client's machine after it."""
+    """How a request reached the server, and how busy the client's machine was after it."""
 
     concurrency: Count = 1  # requests in flight; 0 in an open loop
     rate_per_s: Annotated[float, Meta(ge=0)] | None = (
@@ -99,9 +99,6 @@ class RequestLoad(msgspec.Struct, kw_only=True):
     n_tools: int = 0  # tools on offer
     started_at: str | float | None = None  # ISO 8601, UTC
     load_per_core: float | None = None  # load average of the last minute per core
-    clock_mhz: float | None = None  # of the GPU, else of the processor (host.machine_state)
-    temperature_c: float | None = None  # of the same
-    throttle: str | None = None  # the limit that the driver names
     invalid: str | None = None  # why its times do not count: the machine's state (bench/machine.py)
 
     @property

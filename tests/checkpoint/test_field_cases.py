@@ -82,7 +82,7 @@ def refused(folder: Path, *words: str) -> None:
     assert not folder.with_name("out").exists()
 
 
-# ---- 27: settings in another form or place
+# ---- settings in another form or place
 
 
 def nested(c: dict) -> None:
@@ -174,7 +174,7 @@ def test_mixed_precision_by_config_groups(nvfp4, tmp_path):
     assert "format_disagrees" in codes(zoo.spoil(folder, tmp_path / "swapped", swap))
 
 
-# ---- 28, 29: scales
+# ---- scales
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, -1.0, 0.0])
@@ -227,7 +227,7 @@ def test_experts_without_input_scale(mixture, tmp_path):
     assert missing == {f"{module}.{linear}" for module in modules for linear in linears}
 
 
-# ---- 31, 32: scales of the KV cache
+# ---- scales of the KV cache
 
 
 def per_head(t: dict, c: dict) -> None:
@@ -294,7 +294,7 @@ def test_one_kind_of_kv_scale_alone(nvfp4, tmp_path, end):
     assert "kv_scale_missing" in codes(zoo.spoil(nvfp4, tmp_path / "x", change))
 
 
-# ---- 33: files next to the model
+# ---- files next to the model
 
 
 def with_head(folder: Path, target: Path, index: bool | None) -> Path:
@@ -354,7 +354,7 @@ def test_further_files_that_are_not_read_are_named(nvfp4, tmp_path):
     }
 
 
-# ---- 34, 36: files in place of weights
+# ---- files in place of weights
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_folders_of_another_tool(tmp_path, tool):
     refused(folder, words)
 
 
-# ---- 37: tensors that are not understood
+# ---- tensors that are not understood
 
 
 def merged_codes(first: str, second: str, end: str) -> Change:
@@ -515,7 +515,7 @@ def test_codes_and_numbers_of_one_linear(nvfp4, compressed, tmp_path):
     refused(folder, f"{UP}.weight", "stored twice")
 
 
-# ---- 38: what is lost
+# ---- what is lost
 
 
 def test_layers_lost_with_the_head(nvfp4, tmp_path):
@@ -528,7 +528,7 @@ def test_layers_lost_with_the_head(nvfp4, tmp_path):
     assert [f.code for f in findings] == ["decoder_incomplete"] * 2
 
 
-# ---- 40: token ids
+# ---- token ids
 
 
 def edit(folder: Path, file: str, change: Callable[[dict], object]) -> None:
@@ -606,7 +606,7 @@ def test_a_tied_head_with_the_same_values(tmp_path):
     assert codes(zoo.spoil(TINY, tmp_path / "x", change)) == set()
 
 
-# ---- 52: GGUF
+# ---- GGUF
 
 
 def test_a_gguf_file_without_a_suffix_is_named(tmp_path):

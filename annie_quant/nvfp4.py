@@ -166,14 +166,18 @@ def pack(
         raise ValueError(f"divisor is for the encoding compressed-tensors, got {encoding}")
     largest = _LARGEST_BLOCK_SCALE[scale]
     stored_divisor: np.float32 | None = None
+    is_checked = False  # whether w is known to be finite
     if encoding == "compressed-tensors":
-        factor = stored_divisor = _positive(
-            global_scale(finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor"
-        )
+        if divisor is None:
+            divisor = float(global_scale(finite_amax(x, kind), x.dtype))
+            is_checked = True
+        factor = stored_divisor = _positive(divisor, "divisor")
         multiplier = np.float32(1) / stored_divisor
     else:
         if tensor_scale is None:
-            tensor_amax = finite_amax(x, kind) if tensor_amax is None else tensor_amax
+            if tensor_amax is None:
+                tensor_amax = finite_amax(x, kind)
+                is_checked = True
             tensor_scale = float(_scale_of(tensor_amax, encoding, scale))
         factor = multiplier = _positive(tensor_scale, "tensor_scale")
     if encoding == "modelopt-static":
@@ -185,7 +189,8 @@ def pack(
         block_scale = np.empty(shape[1], E4M3)
     else:
         _check_out(out, shape, group)
-        finite_amax(x, kind)  # an error after this line would leave parts of the result in `out`
+        if not is_checked:  # an error after this line would leave parts of the result in `out`
+            finite_amax(x, kind)
         codes = out.codes
         block_scale = out.block_scale
     finite = _nvfp4.pack(

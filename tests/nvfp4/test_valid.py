@@ -108,6 +108,28 @@ def test_pack_into_a_target_leaves_it_as_it_was_where_it_raises(options, bad):
     assert (out.tensor_scale, out.divisor, out.shape) == (7, None, (1, 2))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"encoding": "compressed-tensors"},
+        {"tensor_scale": 0.01},
+        {"encoding": "compressed-tensors", "divisor": 90.0},
+    ],
+)
+def test_pack_into_a_tensor_reads_the_weight_once_for_its_amax(options: dict, monkeypatch) -> None:
+    w = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    expected = nvfp4.pack(w, **options)
+    out = tensor()
+    calls = []
+    finite_amax = nvfp4.finite_amax
+    monkeypatch.setattr(nvfp4, "finite_amax", lambda *a: calls.append(1) or finite_amax(*a))
+    assert nvfp4.pack(w, out=out, **options) is out
+    assert len(calls) == 1
+    np.testing.assert_array_equal(out.codes, expected.codes)
+    assert (out.tensor_scale, out.divisor) == (expected.tensor_scale, expected.divisor)
+
+
 # ---- scales that would lose the weights
 
 

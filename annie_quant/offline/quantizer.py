@@ -240,10 +240,11 @@ def check_nvfp4_scales(name: str, linear: NVFP4Linear) -> None:
                 f"{name}.{part} means {value}, expected a positive number of at most {limit:g}",
                 AUDIT_HINT,
             )
-    magnitude = linear.block_scale.view(torch.uint8) & nvfp4.E4M3_MAGNITUDE
-    if magnitude.numel() and int(magnitude.max()) == nvfp4.E4M3_NAN:
+    scales = linear.block_scale.view(torch.uint8)
+    if scales.numel() and int(scales.max()) >= nvfp4.E4M3_NAN:  # as nvfp4.check, on any device
         raise CheckpointError(
-            f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT
+            f"{name}.{linear.NAMES.block_scale} holds block scales that are NaN or negative",
+            AUDIT_HINT,
         )
 
 

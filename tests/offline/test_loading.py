@@ -183,6 +183,19 @@ def test_a_fault_is_refused_with_the_audits_finding(naive: Path, tmp_path: Path,
     assert "\n" not in raised.value.message and "audit" in raised.value.hint
 
 
+def test_a_negative_block_scale_is_refused(naive: Path, tmp_path: Path) -> None:
+    """The codec refuses such weights, in the first forward of more than a few tokens."""
+
+    def negate(t: dict) -> None:
+        t[f"{Q}.weight_scale"].view(torch.uint8)[0, 0] |= 0x80
+
+    folder = edited(naive, tmp_path, negate)
+    assert [f.code for f in checkpoint.audit(folder).findings] == ["block_scale_negative"]
+    with pytest.raises(CheckpointError, match=rf"{Q}\.weight_scale holds .* negative") as raised:
+        runtime.load(folder)
+    assert "audit" in raised.value.hint
+
+
 def test_a_head_without_decay_is_sound(naive: Path, tmp_path: Path) -> None:
     """transformers' initialisation sometimes makes A_log log(0); its exp is 0, and every runtime computes it."""
     name = "model.layers.0.linear_attn.A_log"

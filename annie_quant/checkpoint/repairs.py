@@ -21,7 +21,7 @@ import numpy as np
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.checks import CODES, folds
+from annie_quant.checkpoint.checks import CODES, NOT_JUDGED, folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
 from annie_quant.checkpoint.checks.settings import (
@@ -462,16 +462,12 @@ class _RepairPlanner:
 # ---- the repaired copy
 
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
-UNREPAIRED = {
+UNREPAIRED = NOT_JUDGED | {
     "algorithm_unknown",
     "decoder_incomplete",
     "duplicate_tensor",
     "index_mismatch",
     "file_unread",
-    "tensor_unknown",
-    "tensor_repeated",
-    "head_ambiguous",
-    "vocab_size",
 }
 
 

@@ -685,8 +685,10 @@ def with_settings(folder: Path, out: Path, **settings: object) -> Path:
 )
 def test_settings_that_are_not_read_are_refused(compressed, tmp_path, settings, reason):
     folder = with_settings(compressed, tmp_path / "m", **settings)
-    (finding,) = aq.checkpoint.audit(folder).findings
+    audit = aq.checkpoint.audit(folder)
+    (finding,) = audit.findings
     assert finding.code == "settings_unread" and reason in finding.message
+    assert repair_command(audit) is None, "no command reads it"
     for target in ("modelopt", "bf16"):
         with pytest.raises(CheckpointError, match=reason):
             aq.checkpoint.convert(folder, target, tmp_path / target)

@@ -171,15 +171,11 @@ class Bench(msgspec.Struct, kw_only=True):
 
 
 class Stage(msgspec.Struct, kw_only=True):
-    """A finished stage of a run.
-
-    ok: of an audit, whether the checkpoint is sound; None for other stages, and in older runs.
-    """
+    """A finished stage of a run."""
 
     name: str
     seconds: float | None = None
     summary: str = ""
-    ok: bool | None = None
 
 
 class Run(msgspec.Struct, kw_only=True):

@@ -143,7 +143,6 @@ class LoadedRun:
     records: of measured and warm-up requests.
     bad_lines: one message per line of records.jsonl that is not a record.
     unlisted: models that a side belongs to and run.json does not list.
-    tried: strategies in a search's order.
     """
 
     folder: Path
@@ -154,7 +153,6 @@ class LoadedRun:
     bad_lines: list[str] = field(default_factory=list)
     sides: list[ServedModel | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
-    tried: list[str] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
     @property
@@ -371,19 +369,17 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
         inputs.workloads,
         bad_lines,
     )
-    run.tried = [row.strategy for row in search.strategies]
-    if run.tried:  # not its smoke tests, early looks and further draws
+    tried = {row.strategy for row in search.strategies}
+    if tried:  # not its smoke tests, early looks and further draws
         evaluations = {
-            name: evaluation for name, evaluation in evaluations.items() if name in run.tried
+            name: evaluation for name, evaluation in evaluations.items() if name in tried
         }
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = _served_from_records(run)
     stored = {name: evaluation.verdict for name, evaluation in evaluations.items()}
     stored |= {row.strategy: row.verdict for row in search.strategies if row.verdict is not None}
-    _show_verdict(
-        run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None
-    )
+    _show_verdict(run, _add_evaluations(run, evaluations), stored, search.chosen if tried else None)
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)

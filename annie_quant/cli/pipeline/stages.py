@@ -124,10 +124,7 @@ class Stages:
         if before:
             self.console.note(f"✓ {name}, done before ({stamp.seconds:.1f} s)")
         result = msgspec.convert(stamp.result, kind)
-        ok = result.ok if isinstance(result, AuditResult) else None
-        self.rows.append(
-            documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok)
-        )
+        self.rows.append(documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
         return result
 
     def is_finished(self, name: str, inputs: Mapping[str, object]) -> bool:

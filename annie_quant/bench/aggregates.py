@@ -20,6 +20,7 @@ from annie_quant.bench import machine
 from annie_quant.bench.cliffs import cliff_findings, measured_ladders
 from annie_quant.bench.confounds import find_confounds, impossible, stalls
 from annie_quant.bench.noise import noise_floors, set_noise
+from annie_quant.bench.prefill import prefill_lines, with_known_zeros
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
 from annie_quant.bench.run_folder import read_records, read_unanswered, valid_records
 from annie_quant.core.errors import UsageError
@@ -90,6 +91,7 @@ def aggregate_records(
     state: of the machine over the run
     """
     names = list(identities)
+    records = with_known_zeros(records, identities)
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
     roles = decision.assign(names, formats, config.roles)
     measured = [r for r in records if not r.warmup]
@@ -134,6 +136,7 @@ def aggregate_records(
         noise={name: rows for name, rows in floors.items() if rows},
         turns={name: _turns(rows, config.seed) for name, rows in own_timed.items()},
         crossover=[row for row in crossovers if row is not None],
+        prefill={name: prefill_lines(rows) for name, rows in own_timed.items()},
         ladders=ladders,
         machine=state,
         confounds=[
@@ -404,6 +407,10 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
             point.high = ttft.high
         if total:
             point.e2e_ms = total.p50
+        known = [r.tokens for r in group if r.tokens.computed_tokens is not None]
+        if known:
+            point.prompt_tokens = statistics.median(tokens.prompt_tokens for tokens in known)
+            point.cached_tokens = statistics.median(tokens.cached_tokens or 0 for tokens in known)
         points.append(point)
     return points
 

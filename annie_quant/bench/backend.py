@@ -10,10 +10,9 @@ import contextlib
 import json
 import math
 import os
-import re
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +28,6 @@ from annie_quant.documents import (
     BackendSettings,
     BenchConfig,
     Identity,
-    RequestRecord,
     limited_identity,
 )
 from annie_quant.stream.client import fetch
@@ -319,122 +317,6 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
 
 def _sha256(value: object) -> str:
     return sha256_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
-
-
-# ---- acceptance of a speculative decoder's drafts, from the counters of vLLM's /metrics
-#
-# llama.cpp reports drafted and accepted tokens of each request (its `timings`), which the stream client reads. vLLM counts them for
-# the whole server only, so its counters are read before and after the requests that are sent together, and their growth is split by
-# completion tokens. It is used only where the server's count of generated tokens grew by what these requests received: otherwise
-# another client used the server too. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
-
-MAX_PAGE_BYTES = 4 << 20
-MAX_LINE_CHARACTERS = 1000
-# A sample: name, labels in braces (values are quoted, with escapes), value, an optional timestamp.
-_SAMPLE = re.compile(
-    r'^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$'
-)
-
-
-def _metric_lines(page: str) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of a page in Prometheus' text format; lines that cannot be read are left out."""
-    for line in page.splitlines():
-        sample = _SAMPLE.match(line) if len(line) <= MAX_LINE_CHARACTERS else None
-        if sample is not None:
-            with contextlib.suppress(ValueError):
-                value = float(sample[2])
-                if math.isfinite(value):
-                    yield sample[1], value
-
-
-def metrics_page(backend: Backend) -> str | None:
-    """Return a server's /metrics; None where it has none."""
-    url = f"{backend.root}/metrics"
-    timeout_s = PROBE_TIMEOUT_S
-    try:
-        reply = fetch(url, backend.headers, timeout_s=timeout_s, max_bytes=MAX_PAGE_BYTES)
-    except OSError:
-        return None
-    if reply.status != 200 or reply.fault:
-        return None
-    return reply.body.decode("utf-8", "replace")
-
-
-SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
-OTHERS_TOKENS = 2  # difference of counts that is not another client's
-_COUNTERS = (
-    "vllm:spec_decode_num_draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens",
-    "vllm:generation_tokens",
-)
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Tokens since the server's start: drafted, accepted, generated."""
-
-    drafted: float
-    accepted: float
-    generated: float
-
-
-def draft_counters(page: str) -> Counters | None:
-    """Return the counters in Prometheus text, summed over their labels; None where the server does not draft."""
-    values = {counter: list[float]() for counter in _COUNTERS}
-    for counter, value in _metric_lines(page):
-        values.get(counter.removesuffix("_total"), []).append(value)
-    return Counters(*map(sum, values.values())) if all(values.values()) else None
-
-
-def read_counters(backend: Backend) -> Counters | None:
-    """Read a vLLM server's counters; None where it has none."""
-    return draft_counters(metrics_page(backend) or "")
-
-
-class Acceptance:
-    """Reads the counters of the servers that have them, around each group of requests."""
-
-    def __init__(self) -> None:
-        self._drafts: dict[str, bool] = {}
-
-    def before(self, backend: Backend, runtime: str | None) -> Counters | None:
-        """Return the counters before requests are sent; None for a server that was found to have none."""
-        if not self._drafts.setdefault(backend.name, runtime == "vllm"):
-            return None
-        counters = read_counters(backend)
-        self._drafts[backend.name] = counters is not None
-        return counters
-
-    def after(
-        self, backend: Backend, before: Counters | None, records: Sequence[RequestRecord]
-    ) -> None:
-        """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
-        if before is None:
-            return
-        received = sum(r.answer.completion_tokens or 0 for r in records)
-        if not received or any(r.answer.tokens_estimated or r.answer.error for r in records):
-            return
-        for wait_s in SETTLE_S:
-            time.sleep(wait_s)
-            now = read_counters(backend)
-            if now is None:
-                continue
-            others = now.generated - before.generated - received
-            if abs(others) <= OTHERS_TOKENS * len(records):
-                _share_out(now.drafted - before.drafted, now.accepted - before.accepted, records)
-                return
-
-
-def _share_out(drafted: float, accepted: float, records: Sequence[RequestRecord]) -> None:
-    """Divide drafted and accepted tokens among records by their completion tokens."""
-    if not 0 <= accepted <= drafted:  # the server was restarted
-        return
-    received = sum(r.answer.completion_tokens or 0 for r in records)
-    for record in records:
-        share = (record.answer.completion_tokens or 0) / received
-        record.tokens.drafted_tokens = drafted * share
-        record.tokens.accepted_tokens = accepted * share
-        record.tokens.acceptance_source = "metrics"
 
 
 # ---- requests within the time budget

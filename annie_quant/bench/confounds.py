@@ -11,6 +11,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from annie_quant.bench.cache_findings import (
+    by_workload,
+    depth_findings,
+    different_caches,
+    first_length_findings,
+    prefix_cache_findings,
+)
 from annie_quant.bench.findings import finding
 from annie_quant.bench.noise import measured_values
 from annie_quant.documents import (
@@ -46,8 +53,6 @@ MIN_CUT_SHARE = 0.5  # of a side's answers, from which its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
 MIN_EVENT_RATIO = 0.8  # of events per token, and of tokens per event
 MIN_EVENTS = 50  # of a side, before its ratio is judged
-HIT_SHARE = 0.5  # of a prompt's tokens: at least this share is read from the cache in a hit, at most in a miss
-DEPTH_SHARE = 0.7  # of the depth that a workload aims at
 
 
 def find_confounds(
@@ -71,15 +76,24 @@ def find_confounds(
     answered = by_backend((r for r in measured if not r.answer.error), names)
     for name, rows in answered.items():
         findings += _events(name, rows)
-        findings += _prefix_cache(name, rows)
-        findings += _depth(name, rows)
+        findings += prefix_cache_findings(name, rows)
+        findings += depth_findings(name, rows)
     findings += _different_acceptance(answered)
+    findings += different_caches(identities, answered)
     for name, identity in identities.items():
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             findings.append(finding("prefix_cache", name))
         findings += [finding("identity", name, caveat=caveat) for caveat in identity.caveats]
         findings += _thinking(name, own[name], config)
-        for check in (_tool_parser, _slow_starts, _errors, _cut, _clock, _stamps):
+        for check in (
+            _tool_parser,
+            _slow_starts,
+            first_length_findings,
+            _errors,
+            _cut,
+            _clock,
+            _stamps,
+        ):
             findings += check(name, own[name])
     return findings
 
@@ -163,7 +177,8 @@ def _different_answers(names: Sequence[str], records: _Records, config: BenchCon
     """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
-        if record.workload in config.greedy and record.turn == 0 and not record.answer.error:
+        is_judged = record.judgement.checks and not record.answer.error
+        if record.workload in config.greedy and record.turn == 0 and is_judged:
             answers[record.backend][record.workload, record.case] = record
     for a, b in itertools.permutations(names, 2):
         shared = sorted(answers[a].keys() & answers[b].keys())
@@ -482,56 +497,6 @@ def _events(name: str, rows: _Records) -> _Findings:
         yield finding(code, name, events=events, **figures)
 
 
-# ---- prefix cache and depth
-
-
-def _prefix_cache(name: str, rows: _Records) -> _Findings:
-    for workload, own in _by_workload(r for r in rows if r.load.prefix and r.turn == 0).items():
-        expects_hits = own[0].load.prefix == "hit"
-        shares = []
-        for r in own:
-            if r.tokens.cached_tokens is not None and r.tokens.prompt_tokens:
-                shares.append(r.tokens.cached_tokens / r.tokens.prompt_tokens)
-        n = len(shares)
-        hits = sum(share >= HIT_SHARE for share in shares)
-        if not n and expects_hits:
-            yield finding("prefix_cache_unproven", name, workload=workload)
-        elif expects_hits and hits < HIT_SHARE * n:
-            median = statistics.median(shares)
-            counts = {"n": n - hits, "of": n, "median": median}
-            yield finding("prefix_cache_dropped", name, workload=workload, **counts)
-        elif own[0].load.prefix == "miss" and hits:
-            yield finding(
-                "prefix_cache_hit",
-                name,
-                workload=workload,
-                n=hits,
-                of=n,
-            )
-
-
-def _depth(name: str, rows: _Records) -> _Findings:
-    deep = _by_workload(r for r in rows if r.load.depth and r.tokens.prompt_tokens)
-    for workload, own in deep.items():
-        depth = own[0].load.depth or 0
-        prompt = statistics.median(r.tokens.prompt_tokens for r in own)
-        if prompt < DEPTH_SHARE * depth:
-            yield finding(
-                "depth_not_reached",
-                name,
-                workload=workload,
-                prompt=prompt,
-                depth=depth,
-            )
-
-
-def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    groups: dict[str, list[RequestRecord]] = defaultdict(list)
-    for row in rows:
-        groups[row.workload].append(row)
-    return dict(sorted(groups.items()))
-
-
 # ---- speculative decoding
 
 
@@ -553,8 +518,8 @@ def _different_acceptance(by_side: Mapping[str, _Records]) -> _Findings:
     tests = []
     p_values = []
     for a, b in itertools.combinations(by_side, 2):
-        left = _by_workload(by_side[a])
-        right = _by_workload(by_side[b])
+        left = by_workload(by_side[a])
+        right = by_workload(by_side[b])
         for workload in sorted(left.keys() & right.keys()):
             x = acceptance(left[workload])
             y = acceptance(right[workload])

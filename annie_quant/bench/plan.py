@@ -33,6 +33,7 @@ from annie_quant.judge.workloads import Case, Workload, context_text
 
 ALONE = Load()
 JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
+TEMPLATE_TOKENS = 200  # of a chat template around a text, and the error of the text's length
 OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
 
 
@@ -178,6 +179,9 @@ class Visit:
 def fits(visit: Visit, most: float | None) -> bool:
     """Return whether a level of a ladder fits a context of `most` tokens: a ladder ends where the server's context does."""
     workload = visit.workload
+    if most and workload.has_lengths:
+        lengths = [case.tokens + case.n_turns * workload.max_tokens for case, _ in visit.cases]
+        return max(lengths) + TEMPLATE_TOKENS <= most
     if not most or not workload.name.startswith(LADDER):
         return True
     sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
@@ -188,8 +192,11 @@ def fits(visit: Visit, most: float | None) -> bool:
 
 
 def choose_cases(workload: Workload, n: int | None, seed: int) -> list[Case]:
-    """Return all cases, or n of them: the same ones for the same seed; of a trace, the first n."""
-    if n is None or n >= len(workload.cases):
+    """Return all cases, or n of them: the same ones for the same seed; of a trace, the first n.
+
+    Prompts of given lengths are one measurement: all of them are used.
+    """
+    if n is None or n >= len(workload.cases) or workload.has_lengths:
         return list(workload.cases)
     if workload.has_arrivals:
         return list(workload.cases[:n])
@@ -253,22 +260,21 @@ def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
 def warmups(
     backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig
 ) -> list[Visit]:
-    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted."""
+    """Return config.warmup requests per backend, workload and length of a prompt.
+
+    They are sent before anything is measured and never counted. A server compiles and tunes its
+    kernels for each length, so the first request of a length may take several times as long.
+    """
     visits = []
     for workload in workloads:
-        cases = choose_cases(workload, config.n, config.seed)
-        for i in range(config.warmup):
-            case = cases[i % len(cases)]
-            visits += [
-                Visit(
-                    -1,
-                    name,
-                    workload,
-                    ((case, i),),
-                    warmup=True,
-                )
-                for name in backends
-            ]
+        by_length: dict[int, list[Case]] = {}
+        for case in choose_cases(workload, config.n, config.seed):
+            length = case.prompt_tokens if workload.has_lengths else 0
+            by_length.setdefault(length, []).append(case)
+        for cases in by_length.values():
+            for i in range(config.warmup):
+                requests = ((cases[i % len(cases)], i),)
+                visits += [Visit(-1, name, workload, requests, warmup=True) for name in backends]
     return visits
 
 

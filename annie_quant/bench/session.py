@@ -24,7 +24,6 @@ from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
     PROBE_TIMEOUT_S,
-    Acceptance,
     Backend,
     BudgetEnded,
     Sender,
@@ -33,7 +32,9 @@ from annie_quant.bench.backend import (
     identity,
 )
 from annie_quant.bench.confounds import is_slow, smoke_finding
+from annie_quant.bench.counters import CounterReader
 from annie_quant.bench.exports import write_exports
+from annie_quant.bench.prefill import length_class
 from annie_quant.bench.reference_answers import (
     STORED,
     correct_finish_reason,
@@ -105,7 +106,7 @@ class Session:
         self.progress = progress
         self.on_record = on_record
         self.identities: dict[str, Identity] = {}
-        self.acceptance = Acceptance()
+        self.counters = CounterReader()
         # Those with a context, fitted to the models' tokenizer.
         self.sized: dict[str, Workload] = {}
         # The backend whose request in flight at the end of the budget had taken far longer than its others.
@@ -122,6 +123,7 @@ class Session:
         sampled = plan.backends if self.config.with_memory else ()
         self.memory = memory.ServerMemory(sampled, self.folder)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
+        self.lengths: set[tuple[str, int]] = set()  # backend, length_class of what it has computed
 
     def run(self) -> Ended:
         """Send what is left of the plan, until it is done or the time budget ends.
@@ -171,7 +173,11 @@ class Session:
         left = [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)]
         names_left = {v.workload.name for v in left}
         workloads_left = [w for w in self.workloads if w.name in names_left]
-        warmups = planning.warmups(list(self.backends), workloads_left, self.config)
+        warmups = [
+            visit
+            for visit in planning.warmups(list(self.backends), workloads_left, self.config)
+            if planning.fits(visit, self.identities[visit.backend].max_model_len)
+        ]
         total = len(warmups) + len(visits)
         done = len(visits) - len(left)
         for index, visit in enumerate([*warmups, *left]):
@@ -382,7 +388,7 @@ class Session:
             turn.start_s = arrival_s
             turn.record.load.arrival_s = arrival_s
         identity = self.identities.get(backend.name)
-        counters = self.acceptance.before(backend, identity.runtime if identity else None)
+        counters = self.counters.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)
         answers = {row["tag"]: row for row in timings.records() if row["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
@@ -405,12 +411,25 @@ class Session:
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
             judge_record(record, turn.case, visit.workload)
-        self.acceptance.after(backend, counters, [t.record for t in turns])
-        for record in (t.record for t in turns):
+        records = [t.record for t in turns]
+        self.counters.after(backend, counters, records)
+        self._mark_first_lengths(records)
+        for record in records:
             self.records.append(record)
             if not record.warmup:
                 self.done[record.id] = record
                 self.on_record(record)
+
+    def _mark_first_lengths(self, records: Sequence[RequestRecord]) -> None:
+        """Mark the requests of a length that this execution had not sent to their server before."""
+        lengths = set()
+        for record in records:
+            tokens = record.tokens.prompt_tokens - (record.tokens.cached_tokens or 0)
+            if tokens > 0 and not record.answer.error:
+                length = (record.backend, length_class(tokens))
+                record.first_of_length = length not in self.lengths
+                lengths.add(length)
+        self.lengths |= lengths
 
     def _send(self, backend: Backend, requests: Sequence[ServerRequest]) -> Timings:
         """Send requests to a server; note whether it hung where the time budget ends meanwhile."""

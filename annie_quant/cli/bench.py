@@ -190,8 +190,8 @@ def workloads_of(options: BenchOptions) -> list[Workload]:
     alone = options.ladder or ((options.replay or options.trace) and not options.persona)
     chosen = [] if alone and not options.workloads else resolve(options.persona, options.workloads)
     if options.n:
-        whole = [w for w in chosen if w.name == tool_eval.NAME]
-        rest = [w for w in chosen if w.name != tool_eval.NAME]
+        whole = [w for w in chosen if w.name == tool_eval.NAME or w.has_lengths]
+        rest = [w for w in chosen if w not in whole]
         chosen = [*annie_quant.judge.sample(rest, options.n, options.seed), *whole]
     if options.replay:
         chosen.append(traces.replay(options.replay, options.n or MOST_CONVERSATIONS, options.seed))

@@ -126,6 +126,8 @@ from annie_quant.documents.results import (
     MemoryLevels,
     ModelRow,
     OfflineSide,
+    PrefillLine,
+    PrefillPoint,
     Roles,
     ServedSide,
     TurnPoint,

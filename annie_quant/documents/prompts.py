@@ -131,6 +131,10 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     system: instead of the workload's system prompt.
     max_tokens: instead of the workload's.
     arrival_s: when a trace has the request, in seconds after its first one.
+    prompt_tokens: instead of `messages` and `turns`: a text of about this length, which no server
+        has seen before.
+    follow_up_tokens: with `prompt_tokens`: a second turn of about this length, so that the first
+        one is a cached prefix.
     """
 
     id: str | int
@@ -141,6 +145,8 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     system: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     arrival_s: Annotated[float, Meta(ge=0)] | None = None
+    prompt_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    follow_up_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
 class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

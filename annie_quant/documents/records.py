@@ -178,6 +178,13 @@ class RequestTokens(msgspec.Struct, kw_only=True):
         return min(1.0, self.accepted_tokens / self.drafted_tokens)
 
     @property
+    def computed_tokens(self) -> int | None:
+        """Prompt tokens that were not in a cache; None where the server does not report both counts."""
+        if not self.prompt_tokens or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
     def prompt_tokens(self) -> int:
         """The server's count of prompt tokens; 0 where it sent none."""
         tokens = (self.usage or {}).get("prompt_tokens")
@@ -257,6 +264,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     block: int = -1  # number of the interleaved block; -1: a warm-up or the smoke question
     warmup: bool = False  # never counted
     cold: bool = False  # the first request to a server
+    # The first request of this execution to this server of about this number of computed tokens:
+    # kernels may have been compiled and tuned during it.
+    first_of_length: bool = False
     session: int = 0  # number of the execution in this run directory, from 1
     model: str | None = None  # the name that the request asked for
     stream: str = ""  # folder of the raw frames

@@ -230,6 +230,8 @@ class TurnPoint(msgspec.Struct, kw_only=True):
     """Medians of one turn of the conversations; turn counts from 1.
 
     low, high: interval of ttft_content_ms.
+    prompt_tokens, cached_tokens: of the whole prompt, and of these from the prefix cache; None where
+        the server does not report them.
     """
 
     turn: Annotated[int, Meta(ge=1, le=9999)]
@@ -238,6 +240,44 @@ class TurnPoint(msgspec.Struct, kw_only=True):
     low: float | None = None
     high: float | None = None
     e2e_ms: float | None = None
+    prompt_tokens: float | None = None
+    cached_tokens: float | None = None
+
+
+# Of a prompt's beginning: computed, taken from the server's prefix cache, or not reported.
+CacheState = Literal["cold", "cached", "unknown"]
+
+
+class PrefillPoint(msgspec.Struct, kw_only=True):
+    """Median time to the first token of prompts of about one length; low, high: its interval."""
+
+    tokens: Count
+    ms: float
+    low: float | None = None
+    high: float | None = None
+    n_prompts: Count
+
+
+class PrefillLine(msgspec.Struct, kw_only=True):
+    """Time to the first token of any kind over computed prompt tokens (bench/prefill.py).
+
+    n: requests.
+    fewest_tokens, most_tokens: of its prompts. With an unknown cache these are all prompt tokens.
+    ms_per_1000: its slope, per 1,000 computed tokens; low, high: 95 % interval. None where the
+        prompts are too few or too alike.
+    start_ms: the line at 0 tokens.
+    """
+
+    cache: CacheState
+    n: Count
+    n_prompts: Count
+    fewest_tokens: Count
+    most_tokens: Count
+    ms_per_1000: float | None = None
+    low: float | None = None
+    high: float | None = None
+    start_ms: float | None = None
+    points: list[PrefillPoint] = []
 
 
 class Crossover(msgspec.Struct, kw_only=True):
@@ -367,6 +407,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
     members: the further arithmetics of the ensemble (Evaluation.members), in the same form.
     blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
     noise, ladders: by backend.
+    prefill: by backend, a line per state of the cache.
     machine: None in a run without samples of the machine.
     roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
     """
@@ -377,6 +418,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
     noise: dict[str, list[NoiseFloor]] = {}
     turns: dict[str, list[TurnPoint]] = {}
     crossover: list[Crossover] = []
+    prefill: dict[str, list[PrefillLine]] = {}
     ladders: dict[str, list[Ladder]] = {}
     machine: MachineState | None = None
     confounds: list[Confound] = []

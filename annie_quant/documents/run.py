@@ -116,6 +116,7 @@ class SentCase(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     arrival_s: float | None = None
     prompt_tokens: int = 0
+    follow_up_tokens: int = 0
 
 
 class SentWorkload(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from annie_quant import documents
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import CaseFile, Expect, WorkloadFile
+from annie_quant.documents import CaseFile, ContextFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl, tool_eval
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import GATES, check_names
@@ -123,7 +123,11 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     duplicates = [name for name, n in Counter(case.id for case in cases).items() if n > 1]
     if duplicates:
         raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
+    context = document.context
+    if context is None and any(case.prompt_tokens for case in cases):
+        context = ContextFile(tokens=0)
     fields = msgspec.structs.asdict(document) | {
+        "context": context,
         "persona": _persona_path(document.persona, path),
         "tools": tuple(tools) if isinstance(tools, list) else tools,
         "gates": tuple(document.gates),
@@ -140,8 +144,15 @@ def _check_tools(where: str, tools: Iterable[Tool]) -> None:
 
 
 def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
-    if bool(case.messages) == bool(case.turns):
-        raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
+    contents = [case.messages, case.turns, case.prompt_tokens]
+    if sum(map(bool, contents)) != 1:
+        raise UsageError(
+            f"{where}: case {case.id!r} needs one of 'messages', 'turns' and 'prompt_tokens'"
+        )
+    if case.follow_up_tokens and not case.prompt_tokens:
+        raise UsageError(
+            f"{where}: case {case.id!r} has 'follow_up_tokens' without 'prompt_tokens'"
+        )
     if case.expect:
         documents.convert(
             Expect, case.expect, f"{where}: case {case.id!r}: expect", error=UsageError
@@ -167,6 +178,8 @@ def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
         system=case.system,
         max_tokens=case.max_tokens,
         arrival_s=case.arrival_s,
+        prompt_tokens=case.prompt_tokens,
+        follow_up_tokens=case.follow_up_tokens,
     )
 
 

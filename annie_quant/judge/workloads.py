@@ -88,7 +88,8 @@ RESERVED = (
 class Case:
     """One prompt (`messages`) or conversation (`turns`); documents.CaseFile describes the fields.
 
-    prompt_tokens: length of a prompt of which a trace has no text; 0 for all others.
+    prompt_tokens: length of a prompt whose text does not matter; 0 for all others.
+    follow_up_tokens: length of a second turn of such a prompt; 0: it has one turn.
     category: of which a sample has equal shares.
     after_result: whether the answer follows what a tool returned.
     """
@@ -102,12 +103,20 @@ class Case:
     max_tokens: int | None = None
     arrival_s: float | None = None
     prompt_tokens: int = 0
+    follow_up_tokens: int = 0
     category: str = ""
     after_result: bool = False
 
     @property
     def n_turns(self) -> int:
+        if self.follow_up_tokens:
+            return 2
         return len(self.turns) or 1
+
+    @property
+    def tokens(self) -> int:
+        """Length of all turns whose text does not matter."""
+        return self.prompt_tokens + self.follow_up_tokens
 
     def at_turn(self, turn: int) -> Case:
         """Return this case with what is expected of one turn (from 0)."""
@@ -172,6 +181,11 @@ class Workload:
         """Whether the cases are a trace: requests with the times at which they arrive."""
         return any(case.arrival_s is not None for case in self.cases)
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether the cases are prompts of given lengths, which are measured together."""
+        return not self.has_arrivals and any(case.prompt_tokens for case in self.cases)
+
     def messages(
         self, case: Case, turn: int = 0, answers: Sequence[Message] = (), unique: str = ""
     ) -> list[JsonObject]:
@@ -182,9 +196,7 @@ class Workload:
         """
         system = self.system_prompt if case.system is None else case.system
         if case.prompt_tokens:
-            words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
-            words = max(1, round(case.prompt_tokens * words_per_token))
-            return [{"role": "user", "content": context_text(words, f"{case.id} {unique}")}]
+            return self._text_of_length(case, turn, answers, unique)
         if self.context is not None:
             words = round(self.context.tokens * self.context.words_per_token)
             text = context_text(words, unique if self.context.prefix == "miss" else "")
@@ -206,6 +218,19 @@ class Workload:
             if index < turn:
                 history.append(dict(answers[index]))
         return head + history
+
+    def _text_of_length(
+        self, case: Case, turn: int, answers: Sequence[Message], unique: str
+    ) -> list[JsonObject]:
+        words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
+        messages: list[JsonObject] = []
+        for index, tokens in enumerate((case.prompt_tokens, case.follow_up_tokens)[: turn + 1]):
+            words = max(1, round(tokens * words_per_token))
+            text = context_text(words, f"{case.id} {unique}")
+            messages.append({"role": "user", "content": text})
+            if index < turn:
+                messages.append(dict(answers[index]))
+        return messages
 
     def request(
         self,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from annie_quant import models
-from annie_quant.bench.backend import Backend, identity, read_counters, sglang_page
+from annie_quant.bench.backend import Backend, identity, sglang_page
+from annie_quant.bench.counters import read_counters
 from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.dialects import QuantizedFolder

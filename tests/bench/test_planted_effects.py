@@ -16,7 +16,7 @@ from fake_server import FakeServer, Script, words
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
 from annie_quant import bench, judge
-from annie_quant.bench import backend, confounds
+from annie_quant.bench import confounds, counters
 from annie_quant.bench.run_folder import read_records
 
 TOPICS = ("code", "prose", "math")
@@ -239,10 +239,10 @@ def page(drafted, accepted, generated):
 
 
 def test_the_counters_of_a_page():
-    counters = backend.draft_counters(page(200, 90, 1e3))
-    assert counters == backend.Counters(200.0, 90.0, 1000.0)
+    read = counters.draft_counters(page(200, 90, 1e3))
+    assert read == counters.Counters(200.0, 90.0, 1000.0)
     for other in ("vllm:generation_tokens_total 5.0\n", "<html>"):
-        assert backend.draft_counters(other) is None
+        assert counters.draft_counters(other) is None
 
 
 METRICS_PAGE = """# HELP vllm:num_requests_running Number of requests.
@@ -262,11 +262,11 @@ def test_broken_pages_of_metrics_are_no_error():
         METRICS_PAGE % "12"
         + "vllm:spec_decode_num_draft_tokens_total 5\nvllm:spec_decode_num_accepted_tokens_total NaN\n"
     )
-    assert backend.draft_counters(page) is None, "a counter without a finite value is none"
-    assert backend.draft_counters(page.replace("NaN", "4")) == backend.Counters(5, 4, 12)
+    assert counters.draft_counters(page) is None, "a counter without a finite value is none"
+    assert counters.draft_counters(page.replace("NaN", "4")) == counters.Counters(5, 4, 12)
     for _ in range(300):
         assert (
-            backend.draft_counters("".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60)))
+            counters.draft_counters("".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60)))
             is None
         )
 

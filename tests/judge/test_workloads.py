@@ -28,7 +28,7 @@ TOOL = {
         ({"gates": ["no_such"]}, "unknown gate 'no_such'"),
         ({"cases": []}, "there are no cases"),
         ({"cases": [{"messages": []}]}, "cases[0]: object missing required field 'id'"),
-        ({"cases": [{"id": "a"}]}, "needs either 'messages' or 'turns'"),
+        ({"cases": [{"id": "a"}]}, "needs one of 'messages', 'turns' and 'prompt_tokens'"),
         ({"cases": GOOD["cases"] * 2}, "two cases with the id 'a'"),
         ({"tools": "persona"}, "no persona is named"),
         ({"tools": "all"}, "tools: expected a list, null or 'persona', got 'all'"),

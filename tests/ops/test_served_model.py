@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_variants import save_variant, save_with_head  # noqa: E402
 
 import annie_quant as aq  # noqa: E402
-from annie_quant.bench.backend import Counters, draft_counters  # noqa: E402
+from annie_quant.bench.counters import Counters, draft_counters  # noqa: E402
 from annie_quant.checkpoint.comparison import compare_file  # noqa: E402
 from annie_quant.core.errors import ServerError  # noqa: E402
 from annie_quant.offline import fingerprint as offline  # noqa: E402

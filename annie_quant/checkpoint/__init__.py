@@ -3,6 +3,7 @@
 audit(path, source=None)             every fault of a checkpoint, and a row per tensor
 repair(path, source, output)         a repaired copy, and the list of repairs
 convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF, bf16
+merge(base, adapter, output)         a LoRA adapter into its base
 compare(source, {label: path})       forms of one model, tensor by tensor
 ModelFolder(path)                    the tensors of a safetensors folder, mapped
 linears(folder)                      its quantized linears, whatever the dialect
@@ -10,6 +11,7 @@ linears(folder)                      its quantized linears, whatever the dialect
 
 from __future__ import annotations
 
+from annie_quant.checkpoint.adapters import merge
 from annie_quant.checkpoint.comparison import FormComparison, compare, labels
 from annie_quant.checkpoint.conversion import (
     Conversion,
@@ -45,6 +47,7 @@ __all__ = [
     "left_out_files",
     "left_out_line",
     "linears",
+    "merge",
     "planned",
     "repair",
     "repair_command",

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint import dialects, writer
+from annie_quant.checkpoint import adapters, dialects, writer
 from annie_quant.checkpoint.checks.contents import read_input
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.checks.tensors import scale_faults
@@ -43,6 +43,7 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     left_out: names of tensors and files of the source that are not in the result.
     dequantized: names of the linears that a GGUF file stores as 16-bit numbers, or in Q8_0 instead
         of FP8.
+    notes: what was merged, and what was noticed, one sentence each.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     type: str | None = None
     left_out: list[str] = []
     dequantized: list[str] | None = None
+    notes: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def convert(
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
     force: bool = False,
+    adapter: str | os.PathLike | None = None,
 ) -> Conversion:
     """Write the model folder `src` in another dialect.
 
@@ -88,9 +91,14 @@ def convert(
     force: replace an output that exists. An interrupted conversion to a folder resumes after its
         last complete
     shard.
+    adapter: folder of a LoRA adapter that is merged into `src`, the 16-bit base; only for bf16.
     """
     if to not in TARGETS:
         raise UsageError(f"unknown dialect {to!r}", f"choose one of: {', '.join(TARGETS)}")
+    if adapter is not None:
+        if to != _UNQUANTIZED or type:
+            raise UsageError("an adapter is merged into a bf16 folder", "--to bf16")
+        return merge_adapter(Path(src), Path(adapter), output, shard_bytes, progress, force)
     out = ConversionOutput(Path(output) if output else None, shard_bytes, progress, force)
     folder = ModelFolder(src)
     model = read_input(folder)
@@ -169,6 +177,25 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
     if scales:
         loss.append(f"{scales} KV scales were dropped")
     return write_folder(folder, plan, None, _UNQUANTIZED, loss, left_out, out)
+
+
+def merge_adapter(
+    base: Path,
+    adapter: Path,
+    output: str | os.PathLike | None,
+    shard_bytes: int,
+    progress: Progress,
+    force: bool,
+) -> Conversion:
+    """Write a folder with an adapter merged into its base."""
+    home = base.resolve()
+    target = Path(output) if output else home.with_name(f"{home.name}-{adapter.resolve().name}")
+    record = adapters.merge(base, adapter, target, shard_bytes, progress, force)
+    merged = ModelFolder(target)
+    left_out = left_out_files(ModelFolder(base))
+    size_bytes = sum(shard.size_bytes for shard in merged.shards.values())
+    tensors = len(merged.tensors)
+    return Conversion(str(target), size_bytes, tensors, [], left_out=left_out, notes=record.lines())
 
 
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:

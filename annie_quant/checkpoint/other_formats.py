@@ -25,11 +25,11 @@ SEPARATE_FILES = {
 FOLDERS: dict[str, tuple[str, str]] = {
     "adapter_config.json": (
         "a LoRA adapter, not a model",
-        "merge it into its base with peft (merge_and_unload), and save that model",
+        "merge it into its base: annie-quant convert BASE --adapter FOLDER",
     ),
     "adapter_model.*": (
         "a LoRA adapter, not a model",
-        "merge it into its base with peft (merge_and_unload), and save that model",
+        "merge it into its base: annie-quant convert BASE --adapter FOLDER",
     ),
     "consolidated*": (
         "weights under Mistral's names, which are not read here",

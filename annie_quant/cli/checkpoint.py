@@ -177,23 +177,31 @@ class ConvertOptions:
 
     Attributes:
         to: Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.
+            Default with --adapter: bf16.
+        adapter: Folder of a LoRA adapter to merge into the checkpoint, its 16-bit base.
         type: GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.
         output: Folder, or file for GGUF. Default: in the checkpoint's parent folder.
     """
 
-    to: Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"]
+    to: Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"] | None = None
+    adapter: Path | None = None
     type: str | None = None
     output: Path | None = None
     force: opt.Force = False
     as_json: opt.AsJson = False
 
 
-def convert(checkpoint: Path, /, *, options: ConvertOptions) -> None:
-    """Convert a checkpoint to another dialect, or write it as GGUF."""
-    with console.task(f"convert to {options.to}") as step:
-        if options.to == "hf":
+def convert(checkpoint: Path, /, *, options: ConvertOptions = ConvertOptions()) -> None:
+    """Convert a checkpoint to another dialect, write it as GGUF, or merge an adapter into it."""
+    target = options.to or ("bf16" if options.adapter else None)
+    if target is None:
+        raise UsageError("convert needs --to, or --adapter", "annie-quant convert --help")
+    with console.task(f"convert to {target}") as step:
+        if target == "hf":
             if options.type:
                 raise UsageError("--type is for GGUF: --to hf writes bf16 numbers")
+            if options.adapter:
+                raise UsageError("an adapter is merged into a bf16 folder", "--to bf16")
             quiet_engines()
             from annie_quant.offline.loading import convert_gguf
 
@@ -201,16 +209,19 @@ def convert(checkpoint: Path, /, *, options: ConvertOptions) -> None:
         else:
             result = annie_quant.checkpoint.convert(
                 checkpoint,
-                to=options.to,
+                to=target,
                 output=options.output,
                 type=options.type,
                 force=options.force,
                 progress=step,
+                adapter=options.adapter,
             )
     if options.as_json:
         emit(result)
         return
     console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
+    for line in result.notes:
+        console.note(line)
     for line in result.loss:
         console.note(f"lost in conversion: {line}")
     print_left_out(result.left_out)

@@ -45,6 +45,7 @@ class QuantizeOptions:
     Attributes:
         strategy: naive, direct, mlp_only, ... (an unknown name prints the list).
         model: Folder of the bf16 checkpoint.
+        adapter: Folder of a LoRA adapter, which is merged into the checkpoint first.
         calib_data: JSON lines of conversations (annie-quant data).
         calib_samples: Conversations to calibrate with.
         calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context, or what memory
@@ -68,6 +69,7 @@ class QuantizeOptions:
 
     strategy: str
     model: Path
+    adapter: Path | None = None
     calib_data: Path | None = None
     persona: PersonaName = None
     calib_samples: Annotated[int, at_least(1)] = 512
@@ -93,6 +95,7 @@ class QuantizeOptions:
 
 # Options that are settings of quantize.run under the same name.
 _SETTINGS = (
+    "adapter",
     "calib_data",
     "calib_samples",
     "calib_tokens",
@@ -145,6 +148,8 @@ def quantize(options: QuantizeOptions) -> None:
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)
     if options.dry_run:
+        for line in _adapter_lines(options):
+            echo(line)
         return
     for note in check_calibration(
         options.calib_data, options.persona, options.allow_prompt_mismatch
@@ -165,6 +170,21 @@ def quantize(options: QuantizeOptions) -> None:
     console.note(first_token.describe_folder(folder, device=device, prompt=prompt))
     for note in result.notes:
         console.note(note)
+
+
+def _adapter_lines(options: QuantizeOptions) -> list[str]:
+    """Return what would be merged, and the disk that it takes; nothing without an adapter."""
+    from annie_quant.checkpoint.adapters import plan_merge
+    from annie_quant.quantize import estimates, strategies
+    from annie_quant.quantize.merged_base import disk_line
+
+    if options.adapter is None:
+        return []
+    if str(options.model) in estimates.published_sizes():
+        raise UsageError(f"--adapter needs a folder, and --model {options.model} is only a size")
+    plan = plan_merge(options.model, options.adapter)
+    disk = disk_line(plan, strategies.find(options.strategy), options.output)
+    return [disk, plan.line(), plan.prompt_files.line, *plan.notes]
 
 
 @Parameter(name="*")

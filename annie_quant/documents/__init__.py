@@ -28,6 +28,7 @@ from __future__ import annotations
 from annie_quant.core.host import Environment
 from annie_quant.documents.checkpoint import (
     RECIPE_FILE,
+    AdapterRecord,
     Audit,
     AuditSummary,
     CalibrationUse,
@@ -38,6 +39,7 @@ from annie_quant.documents.checkpoint import (
     HeldOut,
     Ingredient,
     LoadedModel,
+    MergedAdapter,
     PredictedSpeed,
     Recipe,
     ServerSupport,

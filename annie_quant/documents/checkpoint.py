@@ -237,6 +237,53 @@ class CalibrationUse(msgspec.Struct):
         return "; ".join(parts)
 
 
+class MergedAdapter(msgspec.Struct, kw_only=True):
+    """A LoRA adapter that was merged into its base.
+
+    name: of its folder.
+    summary: its kind, rank and alpha in words.
+    weights_sha256, config_sha256: of adapter_model.safetensors and adapter_config.json.
+    base_sha256: of the model that it was merged into (checkpoint.shards.model_sha256).
+    trained_on, trained_on_revision: the base that its settings name.
+    tensors: number of its tensors; all of them were used.
+    changed: number of the base's tensors that it changed.
+    relative_change: kind of part → norm of the change relative to that of the base's weights.
+    prompt_files: where tokenizer, chat template and generation settings come from.
+    notes: what was noticed, one sentence each.
+    """
+
+    name: str
+    summary: str
+    weights_sha256: str
+    config_sha256: str
+    base_sha256: str
+    trained_on: str | None
+    trained_on_revision: str | None
+    tensors: int
+    changed: int
+    relative_change: dict[str, float]
+    prompt_files: str
+    notes: list[str] = []
+
+    def lines(self) -> list[str]:
+        """Return what was merged, as text."""
+        changes = ", ".join(f"{kind} {x:.3g}" for kind, x in self.relative_change.items())
+        return [
+            f"{self.name}: {self.summary}; {self.tensors} of {self.tensors} tensors used, "
+            f"{self.changed} tensors of the base changed"
+            + (f"; change relative to the base: {changes}" if changes else ""),
+            self.prompt_files,
+            *self.notes,
+        ]
+
+
+class AdapterRecord(msgspec.Struct, kw_only=True):
+    """The part of annie_quant.json that a merge writes: the adapters, the first one first."""
+
+    version: str = ""
+    adapters: list[MergedAdapter] = []
+
+
 class Recipe(msgspec.Struct):
     """How a checkpoint was made, without a path or a time, so that the same seed gives the same bytes.
 
@@ -246,6 +293,7 @@ class Recipe(msgspec.Struct):
     held_out, ingredients: the comparison of recipes, in the order of the trials.
     frontier: the choice of formats under limits.
     calibration: which conversations were used; None where the strategy reads none.
+    adapters: those that were merged into the base before it was quantized, the first one first.
     """
 
     version: str
@@ -263,6 +311,7 @@ class Recipe(msgspec.Struct):
     ingredients: list[Ingredient] = []
     frontier: FormatPlan | None = None
     calibration: CalibrationUse | None = None
+    adapters: list[MergedAdapter] = []
 
 
 # ---- decoding speed: a machine's measured rates, and a prediction for a model

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from annie_quant import __version__, models, nvfp4
+from annie_quant.checkpoint.adapters import plan_merge
 from annie_quant.checkpoint.conversion import left_out_files, left_out_line
 from annie_quant.checkpoint.other_formats import refuse_other_folder
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
@@ -22,9 +23,10 @@ from annie_quant.core.files import sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
 from annie_quant.data.row_rules import text_of
 from annie_quant.data.rows import check_prompt_hash, read_conversations
-from annie_quant.documents import RECIPE_FILE, Recipe
+from annie_quant.documents import RECIPE_FILE, AdapterRecord, Recipe, salvage_or_default
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
+from annie_quant.quantize.merged_base import merge_notes, merged_base
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import (
     AnswerSource,
@@ -77,6 +79,7 @@ def run(
     allow_prompt_mismatch: bool = False,
     kv_cache: str = "none",
     work: Path | None = None,
+    adapter: str | os.PathLike | None = None,
     **options: object,
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
@@ -89,6 +92,7 @@ def run(
     report: receives the progress; a function takes one line per report.
     kv_cache: "fp8" (scales calibrated on the conversations), "fp8_cast" (without scales) or "none".
     work: folder of measurements that outlives the run, for runs whose budgets alone differ.
+    adapter: folder of a LoRA adapter. It is merged into `model`, its 16-bit base, before anything else.
     options: of the strategy.
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
@@ -118,7 +122,8 @@ def run(
     )
     _check_kv_cache(kv_cache)
     # What needs no library is reported before libraries and the model are loaded.
-    check_output(job.output, force, (job.model, job.calib_data))
+    check_output(job.output, force, (source, job.calib_data, adapter))
+    merge_plan = None if adapter is None else plan_merge(source, Path(adapter))
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
@@ -127,6 +132,31 @@ def run(
         need(package, "quantize")
     start = time.monotonic()
     progress = as_progress(report)
+    with merged_base(merge_plan, source, output, part, progress) as merged:
+        job = replace(job, model=merged)
+        plan = _quantize(part, job, progress, force, kv_cache, prompts, mismatch)
+        size = expected_bytes(ModelFolder(job.model), plan.formats)
+        source_bytes = weight_bytes(job.model)
+        notes = [*_calibration_notes(plan), *_family_notes(source)]
+        if adapter is not None:
+            notes += merge_notes(merged, source, Path(adapter), output)
+    if work is None:
+        shutil.rmtree(job.work, ignore_errors=True)
+    seconds = round(time.monotonic() - start, 2)
+    written = weight_bytes(job.output)
+    return QuantizeResult(part.name, str(output), seconds, size, written, source_bytes, notes)
+
+
+def _quantize(
+    part: Strategy,
+    job: Job[StrategyOptions],
+    progress: Progress,
+    force: bool,
+    kv_cache: str,
+    prompts: list[str],
+    mismatch: str | None,
+) -> QuantizationPlan:
+    """Plan and write one quantization, and return its plan. prompts, mismatch: see _prompt_hashes."""
     key = None
     if part.resume_key:
         key = {"strategy": part.name, "version": __version__, **part.resume_key(job)}
@@ -156,21 +186,10 @@ def run(
             ingredients=plan.ingredients,
             frontier=plan.frontier,
             calibration=plan.calibration,
+            adapters=salvage_or_default(AdapterRecord, job.model / RECIPE_FILE).adapters,
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
-    if work is None:
-        shutil.rmtree(job.work, ignore_errors=True)
-    seconds = round(time.monotonic() - start, 2)
-    size = expected_bytes(ModelFolder(job.model), plan.formats)
-    return QuantizeResult(
-        part.name,
-        str(output),
-        seconds,
-        size,
-        weight_bytes(job.output),
-        weight_bytes(job.model),
-        [*_calibration_notes(plan), *_family_notes(job.model)],
-    )
+    return plan
 
 
 def _check_kv_cache(kind: str) -> None:

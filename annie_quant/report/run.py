@@ -124,6 +124,7 @@ class RecordedRecipe(msgspec.Struct):
     held_out: documents.HeldOut | None = None
     ingredients: list[documents.Ingredient] = []
     calibration: documents.CalibrationUse | None = None
+    adapters: list[documents.MergedAdapter] = []
 
 
 @dataclass

@@ -396,7 +396,7 @@ def test_an_adapter_is_named_by_quantize(nvfp4, tmp_path):
     shutil.copyfile(nvfp4 / "model.safetensors", tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="a LoRA adapter, not a model") as caught:
         run("direct", tmp_path, tmp_path.with_name("out"))
-    assert "merge_and_unload" in caught.value.hint
+    assert "convert BASE --adapter" in caught.value.hint
 
 
 TOOLS: dict[str, tuple[Change, str]] = {

@@ -149,6 +149,27 @@ def prepared(run, checkpoint, folder, **record):
     ).card
 
 
+def test_a_merged_adapter_is_named_with_its_hashes(run, checkpoint, tmp_path):
+    adapter = {
+        "name": "my-adapter",
+        "summary": "LoRA, rank 16, alpha 32",
+        "weights_sha256": "1a" * 32,
+        "config_sha256": "2b" * 32,
+        "base_sha256": "3c" * 32,
+        "trained_on": "Qwen/Qwen3.5-9B",
+        "trained_on_revision": None,
+        "tensors": 8,
+        "changed": 4,
+        "relative_change": {"mlp": 0.01},
+        "prompt_files": "tokenizer from the base",
+    }
+    card = prepared(run, checkpoint, tmp_path / "with", adapters=[adapter])
+    (line,) = [line for line in card.splitlines() if "my-adapter" in line.replace("\\", "")]
+    for text in ("LoRA, rank 16, alpha 32", "Qwen/Qwen3.5-9B", "1a" * 32, "2b" * 32, "3c" * 32):
+        assert text in line.replace("\\", "")
+    assert "adapter" not in prepared(run, checkpoint, tmp_path / "without")
+
+
 def section(card: str) -> str:
     return card.split("## Calibration")[1].split("## Results")[0].replace("\\", "")
 

@@ -17,7 +17,7 @@ from annie_quant import __version__
 from annie_quant.core.templates import render_html, render_markdown
 from annie_quant.core.text import visible
 from annie_quant.documents import RequestRecord
-from annie_quant.report import comparison, format, tables
+from annie_quant.report import comparison, format, prompt_times, tables
 from annie_quant.report.format import count, name
 from annie_quant.report.recheck import caveats, check_figures
 from annie_quant.report.run import LoadedRun
@@ -283,6 +283,10 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "noise": tables.noise_table(run),
         "memory": tables.memory_table(run),
         "ladders": tables.ladder_tables(run),
+        "first_token": prompt_times.lines_table(run),
+        "first_token_lengths": prompt_times.lengths_table(run),
+        "first_token_turns": prompt_times.turns_table(run),
+        "first_token_notes": prompt_times.statements(run),
         "browser": collect(run),
         "checklist": items,
         "checklist_title": comparison.checklist_title(run),

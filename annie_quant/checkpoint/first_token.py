@@ -30,7 +30,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import AttentionShape
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
-from annie_quant.documents import Device, decode
+from annie_quant.documents import Device, PredictedFirstToken, decode
 
 PROMPT_TOKENS = 2048
 BANDWIDTH = decode_speed.DEVICES["gb10"].read_bytes_s
@@ -50,7 +50,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     """assets/prefill.json without its rows.
 
     error_90: 90 % of the rows are predicted within this relative error, with their model left out.
-    constants: fitted or published; TFLOP/s, ms, ns and ps as first_token_ms uses them.
+    constants: fitted or published; TFLOP/s, ms, ns and ps as prompt_time uses them.
     """
 
     device: str
@@ -58,6 +58,20 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     constants: dict[str, float]
     bytes_per_weight: dict[str, float]
     models: dict[str, ModelShape]
+
+
+@dataclass(frozen=True)
+class PrefillRates:
+    """A server's constants on a device.
+
+    constants: see Prefill.
+    error_90: None where no measured time of that device is known.
+    """
+
+    device: str
+    read_bytes_s: float
+    constants: Mapping[str, float]
+    error_90: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,26 +115,46 @@ def causal_pairs(tokens: float, cached: float, window: int) -> float:
     return tokens * min(window, seen)
 
 
-def first_token_ms(
+@dataclass(frozen=True)
+class PromptTime:
+    """The parts of a prediction. All but rest_ms are sums over linears, so they can be added.
+
+    rest_ms: what does not depend on the formats of linears.
+    reads_s, products_s: of the linears; the longer one hides most of the other.
+    head_s: reading the head.
+    """
+
+    rest_ms: float = 0.0
+    reads_s: float = 0.0
+    products_s: float = 0.0
+    head_s: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.rest_ms + 1e3 * (math.hypot(self.reads_s, self.products_s) + self.head_s)
+
+
+def prompt_time(
     work: PromptWork,
     server: str,
     tokens: int,
     cached: int,
-    constants: Mapping[str, float],
+    rates: PrefillRates,
     prompts: int = 1,
-) -> float:
-    """Return the milliseconds to the first token. tokens: computed, of `prompts` equal prompts."""
+) -> PromptTime:
+    """Return the time to the first token in parts. tokens: computed, of `prompts` equal prompts."""
     shape = work.shape
+    constants = rates.constants
     source = "llama.cpp" if server in LLAMA_CPP else "vllm"
     chunks = math.ceil(tokens / CHUNK_TOKENS[server])
     reads = chunks * sum(size for _, size in work.linears.values())
-    products_s = _products_s(work.linears, tokens, f"{source}.linear", constants)
+    products_s = _products_s(work.linears, tokens, f"{source}.linear", rates)
     if work.experts:
         spread = constants[f"{source}.experts.spread"]  # tokens of a chunk share experts
         used = 1 - (1 - shape.active_share) ** (tokens / chunks * spread)
         reads += chunks * used * sum(size for _, size in work.experts.values())
         computed = tokens * shape.active_share
-        products_s += _products_s(work.experts, computed, f"{source}.experts", constants)
+        products_s += _products_s(work.experts, computed, f"{source}.experts", rates)
     attention_s = 0.0
     for layers, heads, head_size, window in shape.attention:
         pairs = prompts * causal_pairs(tokens / prompts, cached, window)
@@ -130,9 +164,12 @@ def first_token_ms(
     fixed_ms = constants[f"{server}.request_ms"] + shape.layers * constants[f"{server}.layer_ms"]
     deltanet_ms = tokens * deltanet_layers * value_heads * constants[f"{source}.deltanet_ns"] * 1e-6
     norms_ms = tokens * shape.layers * shape.hidden * constants["norms_ps"] * 1e-9
-    linears_s = math.hypot(reads / BANDWIDTH, products_s)
-    head_s = work.head_bytes / BANDWIDTH
-    return fixed_ms + (linears_s + attention_s + head_s) * 1e3 + deltanet_ms + norms_ms
+    return PromptTime(
+        rest_ms=fixed_ms + attention_s * 1e3 + deltanet_ms + norms_ms,
+        reads_s=reads / rates.read_bytes_s,
+        products_s=products_s,
+        head_s=work.head_bytes / rates.read_bytes_s,
+    )
 
 
 def _head_class(size: int) -> int:
@@ -140,9 +177,10 @@ def _head_class(size: int) -> int:
     return next((known for known in (128, 256) if size <= known), 512)
 
 
-def _products_s(sizes: Sizes, tokens: float, prefix: str, constants: Mapping[str, float]) -> float:
+def _products_s(sizes: Sizes, tokens: float, prefix: str, rates: PrefillRates) -> float:
     total = sum(weights for weights, _ in sizes.values())
-    known = {name: rate for name, rate in constants.items() if name.startswith(f"{prefix}.")}
+    start = f"{prefix}."
+    known = {name: rate for name, rate in rates.constants.items() if name.startswith(start)}
     known.pop(f"{prefix}.spread", None)
     seconds = 0.0
     for name, (weights, _) in sizes.items():
@@ -150,7 +188,7 @@ def _products_s(sizes: Sizes, tokens: float, prefix: str, constants: Mapping[str
         if rate is None and weights > SMALL_SHARE * total:
             where = " experts" if prefix.endswith("experts") else ""
             server = SERVERS[prefix.rpartition(".")[0]]
-            message = f"no prefill rate is known for {name}{where} in {server} on a GB10"
+            message = f"no prefill rate is known for {name}{where} in {server} on {rates.device}"
             raise NoRate(message, "bench measures it")
         seconds += 2 * weights * tokens / ((rate or min(known.values())) * 1e12)
     return seconds
@@ -159,21 +197,72 @@ def _products_s(sizes: Sizes, tokens: float, prefix: str, constants: Mapping[str
 # ---- predictions
 
 
-def predict_ms(
-    work: PromptWork, server: str, device: Device, prompt: Prompt
-) -> tuple[float, float, float]:
-    """Return the milliseconds to the first token and the ends of their 90 % interval.
+def rates_of(server: str, device: Device) -> PrefillRates:
+    """Return the rates of a server on a device.
+
+    A device file has the rates of products that it measured; the other constants are those of
+    the fit. Raises NoRate where there are none.
+    """
+    known = prefill()
+    if server not in SERVERS:
+        raise NoRate(f"no prefill rate is known for {server}", f"known: {', '.join(SERVERS)}")
+    if device.prefill_tflop_s and server == "vllm":
+        fixed = {
+            n: c for n, c in known.constants.items() if ".linear." not in n and ".experts." not in n
+        }
+        measured = {f"vllm.linear.{kernel}": r for kernel, r in device.prefill_tflop_s.items()}
+        return PrefillRates(device.name, device.read_bytes_s, fixed | measured)
+    if device.name != known.device:
+        hint = f"--device gb10 has one, or {decode_speed.MEASURE}"
+        raise NoRate(f"no prefill rate is known for {device.name}", hint)
+    return PrefillRates("a GB10", BANDWIDTH, known.constants, known.error_90)
+
+
+def predict(work: PromptWork, server: str, device: Device, prompt: Prompt) -> PredictedFirstToken:
+    """Return the predicted time to the first token and the ends of its 90 % interval.
 
     prompt: with its tokens.  Raises NoRate where the device, the server or a format has no rate.
     """
-    known = prefill()
-    if device.name != known.device:
-        raise NoRate(f"no prefill rate is known for {device.name}", "--device gb10 has one")
-    if server not in SERVERS:
-        raise NoRate(f"no prefill rate is known for {server}", f"known: {', '.join(SERVERS)}")
+    rates = rates_of(server, device)
     computed = (prompt.tokens or 0) - prompt.cached
-    ms = first_token_ms(work, server, computed, prompt.cached, known.constants)
-    return ms, ms / (1 + known.error_90), ms / (1 - known.error_90)
+    ms = prompt_time(work, server, computed, prompt.cached, rates).ms
+    return with_interval(ms, server, device, prompt)
+
+
+def with_interval(ms: float, server: str, device: Device, prompt: Prompt) -> PredictedFirstToken:
+    """Return predicted milliseconds with the ends of their 90 % interval. prompt: with its tokens."""
+    error = rates_of(server, device).error_90
+    return PredictedFirstToken(
+        device=device.name,
+        server=server,
+        prompt_tokens=prompt.tokens or 0,
+        cached_tokens=prompt.cached,
+        ms=ms,
+        low_ms=None if error is None else ms / (1 + error),
+        high_ms=None if error is None else ms / (1 - error),
+    )
+
+
+def predict_folder(
+    folder: ModelFolder,
+    server: str = "vllm",
+    device: Device | None = None,
+    prompt: Prompt = Prompt(),
+) -> PredictedFirstToken | None:
+    """Return the prediction for a model folder; None where no rate is known or it is damaged."""
+    device = device or decode_speed.default_device()
+    try:
+        return predict(work_of(folder, server), server, device, prompt.within(folder))
+    except (NoRate, ShardError):
+        return None
+
+
+def interval_text(predicted: PredictedFirstToken) -> str:
+    """Return "about 430 ms (350 to 560)"."""
+    text = f"about {predicted.ms:,.0f} ms"
+    if predicted.low_ms is None or predicted.high_ms is None:
+        return f"{text} (no server was measured there)"
+    return f"{text} ({predicted.low_ms:,.0f} to {predicted.high_ms:,.0f})"
 
 
 def describe(
@@ -187,21 +276,38 @@ def describe(
     alternatives = []
     try:
         for name, work in works.items():
-            ms, low, high = predict_ms(work, server, device, prompt)
-            alternatives.append(f"about {ms:,.0f} ms ({low:,.0f} to {high:,.0f}){name}")
+            predicted = predict(work, server, device, prompt)
+            alternatives.append(f"{interval_text(predicted)}{name}")
     except NoRate as reason:
         return f"first token: {reason.message}"
-    cached = f", {prompt.cached:,} of them cached" if prompt.cached else ""
-    where = f"{prompt.tokens:,} prompt tokens{cached}, {SERVERS[server]} on {device.name}"
     shares = f"; FLOPs of the linears {shares_of(work)}" if len(works) == 1 else ""
+    where = prompt_text(server, device, prompt)
     return f"first token after {' or '.join(alternatives)}: {where}{shares}"
+
+
+def prompt_text(server: str, device: Device, prompt: Prompt) -> str:
+    """Return "2,048 prompt tokens, vLLM on NVIDIA GB10"."""
+    cached = f", {prompt.cached:,} of them cached" if prompt.cached else ""
+    return f"{prompt.tokens:,} prompt tokens{cached}, {SERVERS[server]} on {device.name}"
+
+
+def flops_of(work: PromptWork) -> dict[str, float]:
+    """Return kernel → weights that a token multiplies."""
+    flops = {kernel: weights for kernel, (weights, _) in work.linears.items()}
+    for kernel, (weights, _) in work.experts.items():
+        flops[kernel] = flops.get(kernel, 0.0) + weights * work.shape.active_share
+    return flops
+
+
+def flops_share(work: PromptWork, kernel: str) -> float:
+    """Return a kernel's share of the linears' FLOPs."""
+    flops = flops_of(work)
+    return flops.get(kernel, 0.0) / sum(flops.values())
 
 
 def shares_of(work: PromptWork) -> str:
     """Return the share of the linears' FLOPs per kernel as text, the largest first."""
-    flops = {kernel: weights for kernel, (weights, _) in work.linears.items()}
-    for kernel, (weights, _) in work.experts.items():
-        flops[kernel] = flops.get(kernel, 0.0) + weights * work.shape.active_share
+    flops = flops_of(work)
     total = sum(flops.values())
     largest_first = sorted(flops, key=lambda kernel: -flops[kernel])
     shown = [kernel for kernel in largest_first if flops[kernel] >= 0.005 * total]

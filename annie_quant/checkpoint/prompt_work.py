@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,17 +82,21 @@ def _linears_of(
             kernel = kernel_of(stored_format.name, server, linear.block is not None)
             yield module, kernel, math.prod(linear.shape(folder)), size
         else:
-            chosen = (planned or {}).get(folder.family.kind_of(module), BF16)
+            chosen = (planned or {}).get(module, BF16)
             weights = folder.info(weight_name(folder, module)).elements
             yield module, kernel_of(chosen.name, server), weights, weights * chosen.bits / 8
 
 
 def work_of(
-    folder: ModelFolder, server: str = "vllm", planned: Mapping[str, Format] | None = None
+    folder: ModelFolder,
+    server: str = "vllm",
+    planned: Mapping[str, Format] | None = None,
+    leave_out: Collection[str] = (),
 ) -> PromptWork:
     """Return what a prompt computes in a model folder.
 
-    planned: kind of part → format, of a bf16 model that will be quantized.
+    planned: linear → format, of a bf16 model that will be quantized.
+    leave_out: linears that are not counted; with the head among them its bytes are 0.
     """
     family = folder.family
     experts = family.experts
@@ -100,7 +104,7 @@ def work_of(
     routed: Sizes = {}
     head_bytes = 0.0
     for module, kernel, weights, size in _linears_of(folder, server, planned):
-        if family.is_auxiliary(module):
+        if family.is_auxiliary(module) or module in leave_out:
             continue
         if family.kind_of(module) == "head":
             head_bytes = size
@@ -109,7 +113,7 @@ def work_of(
         sizes = routed if is_expert else linears
         add(sizes, kernel, weights, size)
     tied_head = weight_name(folder, HEAD)
-    if not head_bytes and tied_head in folder:
+    if not head_bytes and tied_head in folder and HEAD not in leave_out:
         head_bytes = folder.info(tied_head).size_bytes
     return PromptWork(_shape_of(folder), linears, head_bytes, routed)
 

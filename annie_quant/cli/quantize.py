@@ -58,6 +58,7 @@ class QuantizeOptions:
         max_gb: best: GB of weights at most; formats are chosen by measured loss.
         min_tps: best: tokens per second of one stream at least, as predicted for --device.
         max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
+        max_ttft_ms: best: milliseconds to the first token at most, as predicted for --device and --prompt-tokens.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
             where it was measured, else gb10.
         prompt_tokens: Prompt whose time to the first token is predicted. Default: 2048.
@@ -82,6 +83,7 @@ class QuantizeOptions:
     max_gb: Annotated[float | None, POSITIVE] = None
     min_tps: Annotated[float | None, POSITIVE] = None
     max_loss: Annotated[float | None, POSITIVE] = None
+    max_ttft_ms: Annotated[float | None, POSITIVE] = None
     device: str | None = None
     prompt_tokens: Annotated[int | None, at_least(1)] = None
     cached_tokens: Annotated[int, at_least(0)] = 0
@@ -93,6 +95,7 @@ class QuantizeOptions:
     as_json: AsJson = False
 
 
+_LIMITS = ("max_gb", "min_tps", "max_loss", "max_ttft_ms")
 # Options that are settings of quantize.run under the same name.
 _SETTINGS = (
     "adapter",
@@ -115,6 +118,7 @@ def quantize(options: QuantizeOptions) -> None:
     from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
     from annie_quant.data.rows import check_calibration
     from annie_quant.quantize import estimates, strategies
+    from annie_quant.quantize.runner import exclude_patterns
 
     strategy = options.strategy
     model = options.model
@@ -123,11 +127,12 @@ def quantize(options: QuantizeOptions) -> None:
     if invalid:
         raise UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     own: dict[str, Any] = dict(item.split("=", 1) for item in options.settings)
-    limits = {name: getattr(options, name) for name in ("max_gb", "min_tps", "max_loss")}
+    limits = {name: getattr(options, name) for name in _LIMITS}
     own |= {name: value for name, value in limits.items() if value is not None}
     device = decode_speed.find_device(options.device) if options.device else None
-    if device and strategy == "best":
-        own["device"] = options.device
+    if strategy == "best":
+        own |= {"device": options.device or "", "cached_tokens": options.cached_tokens}
+        own["prompt_tokens"] = options.prompt_tokens or 0
     own = msgspec.structs.asdict(strategies.find(strategy).settings(own))
     prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
     if prompt != first_token.Prompt() and str(model) not in estimates.published_sizes():
@@ -144,6 +149,7 @@ def quantize(options: QuantizeOptions) -> None:
                 device=device,
                 answers=options.answers,
                 prompt=prompt,
+                exclude=exclude_patterns(options.exclude_layers),
             )
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)

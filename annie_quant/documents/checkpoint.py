@@ -158,6 +158,7 @@ class FrontierPoint(msgspec.Struct, kw_only=True):
     formats: format → share of the weights that may be quantized; "bf16" for those that are not.
     head: format of the head.
     taken: the checkpoint has these formats.
+    ttft_ms: predicted time to the first token; None where no prefill rate is known.
     """
 
     read_bytes: float
@@ -170,19 +171,45 @@ class FrontierPoint(msgspec.Struct, kw_only=True):
     head: str
     measured: bool = False
     taken: bool = False
+    ttft_ms: float | None = None
+
+
+class GroupCost(msgspec.Struct, kw_only=True):
+    """What rounding a group's inputs to 4 bits costs and saves, next to 16-bit inputs.
+
+    name: of its first linear.
+    flops: share of the FLOPs of the linears that may be quantized.
+    harm: in nats, KL of all tokens plus that of tokens that decide.
+    saved_ms: of the time to the first token, where all other inputs have 16 bits.
+    format: that was taken.
+    """
+
+    name: str
+    flops: float
+    harm: float
+    saved_ms: float
+    format: str
+
+    @property
+    def harm_per_ms(self) -> float:
+        return self.harm / max(self.saved_ms, 1e-9)
 
 
 class FormatPlan(msgspec.Struct):
-    """How formats were chosen under limits of size, speed or loss.
+    """How formats were chosen under limits of size, speed, time to the first token or loss.
 
     device: whose speed is predicted.
     reason: why the point was taken.
     points: some of the frontier by rising bytes, and those that were evaluated.
+    prompt: whose time to the first token is predicted, and the server.
+    groups: where the formats of inputs were chosen under a limit of that time.
     """
 
     device: str
     reason: str
     points: list[FrontierPoint]
+    prompt: str = ""
+    groups: list[GroupCost] = []
 
 
 class CalibrationUse(msgspec.Struct):
@@ -327,6 +354,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     attention_s: seconds that an earlier token takes in a layer that sees all of them: fixed, and
         per element of a head; None: those of its bytes.
     step_s: least seconds of a token, which the server's host needs.
+    prefill_tflop_s: kernel of a prompt's products (bf16, w4a16, fp8, w4a4) → measured rate.
     source: where they come from.
     """
 
@@ -335,6 +363,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     layer_s: float = 0.0
     attention_s: tuple[float, float] | None = None
     step_s: float = 0.0
+    prefill_tflop_s: dict[str, float] = {}
     source: str = ""
     schema_version: int = 2
 
@@ -349,6 +378,22 @@ class PredictedSpeed(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int
     tok_s: float
     depth: int = 0
+
+
+class PredictedFirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted time to the first token (TTFT) of one stream.
+
+    low_ms, high_ms: 90 % of the measured times that the predictor was tested on are within this
+        interval, with their model left out of its fit; None on a device without measured times.
+    """
+
+    device: str
+    server: str
+    prompt_tokens: int
+    cached_tokens: int
+    ms: float
+    low_ms: float | None = None
+    high_ms: float | None = None
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):

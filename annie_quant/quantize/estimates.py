@@ -6,15 +6,18 @@ Sizes are counted from the model's own tensors (or a published model's shapes) a
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from annie_quant import models
 from annie_quant.checkpoint import decode_speed, first_token, prompt_work
 from annie_quant.checkpoint.decode_speed import TokenBytes
 from annie_quant.checkpoint.first_token import Prompt
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import CheckpointError
@@ -27,7 +30,9 @@ from annie_quant.quantize.rates import SPARK_RATES, Rates, measure_rates
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     AnswerSource,
+    Job,
     Strategy,
+    StrategyOptions,
 )
 from annie_quant.quantize.work_estimate import (
     BF16_BYTES,
@@ -36,6 +41,10 @@ from annie_quant.quantize.work_estimate import (
     TextSize,
     WorkEstimate,
 )
+
+if TYPE_CHECKING:
+    from annie_quant.quantize.format_planner import FormatPlanner
+    from annie_quant.quantize.frontier import Limits
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Estimate:
     rates: the machine's.
     text: describes the calibration text; "" where none is read.
     first_token: the predicted time to the first token as text; "" where the shape is not known.
+    limits: what they make of the model, as text; "" without limits.
     """
 
     strategy: str
@@ -65,6 +75,7 @@ class Estimate:
     rates: Rates
     text: str = ""
     first_token: str = ""
+    limits: str = ""
 
     @property
     def fits(self) -> bool:
@@ -84,6 +95,7 @@ class Estimate:
         )
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
+            *([f"  limits  {self.limits}"] if self.limits else []),
             f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
             f"  decode  {decode_speed.describe(self.speed)}",
             *([f"  prefill {self.first_token}"] if self.first_token else []),
@@ -107,6 +119,7 @@ def estimate(
     device: Device | None = None,
     answers: AnswerSource = "own",
     prompt: Prompt | None = None,
+    exclude: Sequence[str] = (),
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
@@ -117,9 +130,11 @@ def estimate(
     answers: "own": the model first answers the prompts itself, which its own weights in memory take.
     device: that decodes, by default this machine where it was measured, else a GB10.
     prompt: of the predicted time to the first token, in vLLM.
+    exclude: patterns of --exclude-layers, for limits.
+    Raises UsageError for limits that no choice of formats satisfies.
     """
     chosen = strategies.find(strategy)
-    chosen.settings(options or {})  # refuses settings that the strategy does not have
+    settings = chosen.settings(options or {})  # refuses settings that the strategy does not have
     published = published_sizes().get(str(model))
     folder = None if published else ModelFolder(model)
     layerwise = chosen.cost.layerwise
@@ -142,6 +157,22 @@ def estimate(
     read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * BF16_BYTES, size.layers)
     if folder is not None:
         read = decode_speed.token_bytes(folder, strategy_read_bytes(folder, chosen))
+    predicted = _first_token(chosen, size, folder, options or {}, device, prompt or Prompt())
+    limits = chosen.limits(settings)
+    line = ""
+    if limits:
+        from annie_quant.quantize.frontier_plan import expected_choice
+
+        planner = _planner(size, folder, limits, options or {}, exclude)
+        choices, line = expected_choice(planner)
+        size_bytes = planner.bytes_of(choices, "size")
+        read = replace(planner.read, weights=planner.bytes_of(choices, "read"))
+        ms = planner.ttft_ms(choices)
+        if ms is not None:
+            time = first_token.with_interval(ms, "vllm", limits.device, planner.prompt)
+            predicted = (
+                f"first token after {first_token.interval_text(time)}: {planner.prompt_text}"
+            )
     return Estimate(
         strategy=chosen.name,
         model=size.label,
@@ -154,8 +185,29 @@ def estimate(
         seconds=work.seconds(),
         rates=rates,
         text=text.line,
-        first_token=_first_token(chosen, size, folder, options or {}, device, prompt or Prompt()),
+        first_token=predicted,
+        limits=line,
     )
+
+
+def _planner(
+    size: ModelSize,
+    folder: ModelFolder | None,
+    limits: Limits,
+    options: Mapping[str, object],
+    exclude: Sequence[str],
+) -> FormatPlanner:
+    """Return the planner of limits. Without a limit of the time to the first token its inputs have one format."""
+    from annie_quant.quantize import frontier_plan
+    from annie_quant.quantize.formats import choose
+
+    four_bit: tuple[Format, ...] = (W4A16,) if options.get("activations") == 16 else (NVFP4,)
+    if limits.max_ttft_ms < math.inf and options.get("activations", "mixed") == "mixed":
+        four_bit = (NVFP4, W4A16)
+    if folder is None:
+        return frontier_plan.planner_of_size(size, limits, four_bit)
+    job: Job[StrategyOptions] = Job(folder.path, folder.path, exclude=tuple(exclude))
+    return frontier_plan.planner_of(job, limits, dict.fromkeys(choose(folder, exclude), four_bit))
 
 
 def _first_token(
@@ -187,7 +239,10 @@ def _first_token(
         if folder is None:
             work = _work_of_published(size, planned)
         else:
-            work = prompt_work.work_of(folder, planned=planned)
+            of_linears = {
+                n: planned.get(folder.family.kind_of(n), BF16) for n in all_linears(folder)
+            }
+            work = prompt_work.work_of(folder, planned=of_linears)
         if work is None:
             return ""
         works[name] = work

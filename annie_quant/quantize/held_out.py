@@ -137,8 +137,11 @@ class FormatTrials(StoredTrials):
         return plan
 
     def served_and_unrounded(self, name: str, plan: QuantizationPlan) -> np.ndarray:
-        """Return each conversation's share of KL and KL at decisions, as served and with no input rounded [conversations, 4]."""
-        key = f"{name} {key_of(plan.formats)}"
+        """Return each conversation's share of KL and KL at decisions, as served and with no input rounded [conversations, 4].
+
+        name: of other weights than those of `rounded`; "" for these.
+        """
+        key = f"{name} {key_of(plan.formats)}".strip()
         served = self.shares(key, plan)[:, :2]
         unrounded = self.stored(f"{key} W4A16", lambda: self.trial.shares(plan, inputs=False))
         return np.concatenate((served, unrounded[:, :2]), 1)
@@ -175,7 +178,7 @@ def compare_with_plain(
     progress: Progress,
 ) -> HeldOutLook:
     """Return the comparison on held-out answers. formats: of all linears that are quantized."""
-    gptq = trials.served_and_unrounded("GPTQ", trials.plan_of(formats))
+    gptq = trials.served_and_unrounded("", trials.plan_of(formats))
     plain = trials.served_and_unrounded("plain rounding", trials.plain_plan_of(formats))
     change, noise = sum_and_standard_error((plain - gptq).sum(1).tolist())
     methods = [

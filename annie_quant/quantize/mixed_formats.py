@@ -6,16 +6,21 @@ linears carry most of the harm, so W4A4 for the others keeps most of its matrix 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from annie_quant.checkpoint.first_token import NoRate, Prompt, PromptTime, flops_share, predict
 from annie_quant.checkpoint.linears import HEAD, unties, weight_name
+from annie_quant.checkpoint.prompt_work import work_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.progress import Progress
+from annie_quant.documents import Device
 from annie_quant.models import Family, in_layer
 from annie_quant.models.formats import BF16, FP8_CHANNEL, GROUP, NVFP4, W4A16, Format
 from annie_quant.quantize.backend import device_kind
@@ -25,6 +30,9 @@ from annie_quant.quantize.frontier import with_rounded_inputs
 from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score, loss_of
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
+
+if TYPE_CHECKING:
+    from annie_quant.quantize.held_out import FormatTrials
 
 SHARE = 0.05  # of the divergence that rounding all inputs adds, what W4A4 may leave
 TOKENS = 1024  # of answers, scored in each trial
@@ -71,7 +79,9 @@ class Group:
 
     size: bytes of tensors.
     read: bytes per token.
-    weights: number of weights.
+    times: parts of the time to the first token; empty where it is not predicted.
+    weights: number of weights, experts by the share that a token passes.
+    elements: number of weights, with all experts.
     """
 
     members: list[str]
@@ -79,32 +89,59 @@ class Group:
     size: list[float]
     read: list[float]
     weights: float
+    elements: float = 0.0
+    are_experts: bool = False
+    times: list[PromptTime] = field(default_factory=list)
 
-    @property
-    def unquantized(self) -> int:
-        """The index of 16 bits, the last format."""
-        return len(self.formats) - 1
+    def has(self, kind: Format) -> bool:
+        return kind in self.formats
+
+    def without(self, kind: Format) -> Group:
+        """Return the group without one of its formats."""
+        i = self.formats.index(kind)
+
+        def others(values: list[Any]) -> list[Any]:
+            return values[:i] + values[i + 1 :]
+
+        return replace(
+            self, formats=others(self.formats), size=others(self.size), read=others(self.read)
+        )
 
 
 def groups_of(
-    job: Job[StrategyOptions], four_bit: Mapping[str, Format], head: bool = True
+    job: Job[StrategyOptions],
+    four_bit: Mapping[str, Sequence[Format]],
+    head: bool = True,
+    wider: Sequence[Format] = (FP8_CHANNEL, BF16),
 ) -> dict[str, Group]:
-    """Return the groups by their first linear, and the head last unless it is excluded. four_bit: linear → its 4-bit format."""
+    """Return the groups by their first linear, and the head last unless it is excluded.
+
+    four_bit: linear → the 4-bit formats that it may have.  wider: the other formats of all but the head.
+    """
     folder = ModelFolder(job.model)
     units = units_of(folder, list(four_bit))
-    groups = {unit: group_of(folder, members, four_bit[unit]) for unit, members in units.items()}
+    groups = {u: group_of(folder, names, [*four_bit[u], *wider]) for u, names in units.items()}
     info = folder.info(weight_name(folder, HEAD))
     if head and info.shape[1] % GROUP == 0 and not any(names_module(p, HEAD) for p in job.exclude):
         # No 4-bit inputs: a server computes the head for the last position of a prompt only.
-        groups[HEAD] = group_of(folder, [HEAD], W4A16)
+        groups[HEAD] = group_of(folder, [HEAD], [W4A16, FP8_CHANNEL, BF16])
     return groups
 
 
-def group_of(folder: ModelFolder, members: list[str], four_bit: Format) -> Group:
-    """Return linears as a group that may have a 4-bit format, FP8 or 16 bits."""
+def group_of(folder: ModelFolder, members: list[str], formats: list[Format]) -> Group:
+    """Return linears as a group that may have these formats."""
     active = active_weights(folder, members)
     infos = {n: folder.info(weight_name(folder, n)) for n in members}
-    group = Group(members, [four_bit, FP8_CHANNEL, BF16], [], [], sum(active.values()))
+    experts = folder.family.experts
+    group = Group(
+        members,
+        formats,
+        [],
+        [],
+        weights=sum(active.values()),
+        elements=float(sum(info.elements for info in infos.values())),
+        are_experts=experts is not None and experts.contain(members[0]),
+    )
     for kind in group.formats:
         size = read = 0.0
         for name, info in infos.items():
@@ -124,7 +161,7 @@ def budgets(model: Path) -> list[float]:
     The first is the fewest possible, with a 4-bit head. Those with all linears in 4 bits and a 16-bit head need no budget.
     """
     folder = ModelFolder(model)
-    groups = groups_of(Job(model, model), dict.fromkeys(choose(folder, ()), W4A16))
+    groups = groups_of(Job(model, model), dict.fromkeys(choose(folder, ()), (W4A16,)))
     plain = sum(group.read[-1] for group in groups.values())
     least = sum(min(group.read) for group in groups.values())
     usual = sum(group.read[-1 if unit == HEAD else 0] for unit, group in groups.items())
@@ -163,6 +200,38 @@ def formats_of_inputs(
     )
     rounded = set(chain.from_iterable(units[u] for u in narrow))
     return {n: NVFP4 if n in rounded else W4A16 for n in chosen}
+
+
+def given_up_line(
+    trials: FormatTrials | None,
+    job: Job[StrategyOptions],
+    formats: Mapping[str, Format],
+    device: Device,
+) -> str:
+    """Return what 16-bit inputs cost in time to the first token, next to 4-bit inputs of all linears.
+
+    trials: measure the divergence of both; None: without it.  formats: linear → format, of all that are quantized.
+    """
+    folder = ModelFolder(job.model)
+    every = {n: NVFP4 if f == W4A16 and n != HEAD else f for n, f in formats.items()}
+    work = work_of(folder, "vllm", formats)
+    line = f"inputs of {flops_share(work, 'w4a4'):.0%} of the FLOPs in 4 bits"
+    if every == formats:
+        return line
+    prompt = Prompt().within(folder)
+    times = []
+    for planned in (work, work_of(folder, "vllm", every)):
+        with contextlib.suppress(NoRate):
+            times.append(f"{predict(planned, 'vllm', device, prompt).ms:,.0f} ms")
+    more = ""
+    if trials:
+        chosen, rounded = (float(trials.measure(f)[:, 0].sum()) for f in (formats, every))
+        more = f"KL x{rounded / chosen:.2g}" if chosen > 0 else ""
+    if len(times) < 2:
+        return f"{line}; all in 4 bits {more}" if more else line
+    first, least = times
+    where = f"at {prompt.tokens:,} tokens, vLLM on {device.name}"
+    return f"{line}: first token after about {first} {where}; all in 4 bits {', '.join(filter(None, (least, more)))}"
 
 
 def measure_inputs(

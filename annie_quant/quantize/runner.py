@@ -106,7 +106,6 @@ def run(
             f"{source}: no config.json there, so it is not a model folder",
             "give --model the folder of a bf16 checkpoint",
         )
-    patterns = exclude.split(",") if isinstance(exclude, str) else exclude
     job = Job(
         model=source,
         output=output,
@@ -114,7 +113,7 @@ def run(
         calib_samples=calib_samples,
         calib_tokens=calib_tokens,
         answers=answers,
-        exclude=tuple(p.strip() for p in patterns if p.strip()),
+        exclude=exclude_patterns(exclude),
         scale=scale_rule(part, scale),
         options=part.settings(options),
         seed=seed,
@@ -190,6 +189,12 @@ def _quantize(
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
     return plan
+
+
+def exclude_patterns(exclude: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns of --exclude-layers."""
+    patterns = exclude.split(",") if isinstance(exclude, str) else exclude
+    return tuple(p.strip() for p in patterns if p.strip())
 
 
 def _check_kv_cache(kind: str) -> None:

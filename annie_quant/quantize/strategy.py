@@ -20,6 +20,7 @@ from annie_quant.core.resume import KeyedJson, keyed_folder
 from annie_quant.models.formats import BF16, NVFP4, Format
 
 if TYPE_CHECKING:
+    from annie_quant.quantize.frontier import Limits
     from annie_quant.quantize.plan import QuantizationPlan
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
@@ -190,6 +191,7 @@ class Strategy:
     requires: packages of the `quantize` extra that it imports.
     resume_key: returns the settings that must be equal for an interrupted run's shards to be kept; None keeps no shards.
     conservative: a search tries it next when a checkpoint answers gibberish.
+    limits: returns the limits of its options, or None where they state none.
     any_family: it takes a family that is not known, although it computes single layers of the known ones.
     """
 
@@ -203,6 +205,7 @@ class Strategy:
     scale: nvfp4.Scale = "amax"
     requires: tuple[str, ...] = ("torch", "transformers")
     resume_key: Callable[[Any], dict[str, object]] | None = None
+    limits: Callable[[Any], Limits | None] = lambda options: None
     conservative: bool = False
     any_family: bool = False
 

@@ -34,7 +34,7 @@ def nine_b(share: dict[str, float]) -> PromptWork:
 
 
 def ms_of(work: PromptWork, tokens: int, cached: int = 0, server: str = "vllm") -> float:
-    return first_token.predict_ms(work, server, GB10, Prompt(tokens, cached))[0]
+    return first_token.predict(work, server, GB10, Prompt(tokens, cached)).ms
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,10 @@ def test_flops_decide_not_linears() -> None:
 
 
 def test_the_interval_is_the_predictors_own_error() -> None:
-    ms, low, high = first_token.predict_ms(nine_b({"bf16": 1.0}), "vllm", GB10, Prompt(2048))
+    predicted = first_token.predict(nine_b({"bf16": 1.0}), "vllm", GB10, Prompt(2048))
     error = prefill().error_90
-    assert ms / low - 1 == pytest.approx(error) and 1 - ms / high == pytest.approx(error)
+    assert predicted.ms / predicted.low_ms - 1 == pytest.approx(error)
+    assert 1 - predicted.ms / predicted.high_ms == pytest.approx(error)
 
 
 # ---- folders
@@ -187,7 +188,7 @@ def test_a_tied_head_is_read_and_a_damaged_folder_is_named(tmp_path, monkeypatch
 )
 def test_without_a_rate_nothing_is_predicted(device, server, share, message) -> None:
     with pytest.raises(NoRate, match=message):
-        first_token.predict_ms(nine_b(share), server, device, Prompt(2048))
+        first_token.predict(nine_b(share), server, device, Prompt(2048))
     line = first_token.describe({"": nine_b(share)}, server, device, Prompt(2048))
     assert message in line and " ms" not in line
 

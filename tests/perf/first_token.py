@@ -17,7 +17,13 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from annie_quant.checkpoint import first_token
-from annie_quant.checkpoint.first_token import NoRate, first_token_ms, prefill
+from annie_quant.checkpoint.first_token import (
+    BANDWIDTH,
+    NoRate,
+    PrefillRates,
+    prefill,
+    prompt_time,
+)
 from annie_quant.checkpoint.prompt_work import PromptWork
 from annie_quant.core.files import ASSETS
 
@@ -79,7 +85,8 @@ class Row:
     def predict(self, constants: dict[str, float]) -> float:
         server = self.group["server"].replace("sglang", "vllm")
         prompts = self.group.get("batch", 1)
-        return first_token_ms(self.work, server, self.tokens, self.cached, constants, prompts)
+        rates = PrefillRates("a GB10", BANDWIDTH, constants)
+        return prompt_time(self.work, server, self.tokens, self.cached, rates, prompts).ms
 
     def error(self, constants: dict[str, float]) -> float:
         return self.predict(constants) / self.ms - 1
@@ -220,8 +227,8 @@ def answers() -> dict[str, list[float]]:
         llama = "q4" in share
         server = "llama.cpp" if llama else "vllm"
         work = work_of("Qwen3.5-9B", share, llama=llama)
-        constants = prefill().constants
-        table[name] = [first_token_ms(work, server, n, 0, constants) for n in LENGTHS]
+        rates = PrefillRates("a GB10", BANDWIDTH, prefill().constants)
+        table[name] = [prompt_time(work, server, n, 0, rates).ms for n in LENGTHS]
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,18 +13,21 @@ import runtime_models
 from dense_models import make
 
 from annie_quant import checkpoint, quantize
+from annie_quant.checkpoint import dialects, first_token, prompt_work
 from annie_quant.checkpoint.decode_speed import DEVICES, TokenBytes, find_device, tok_s, token_bytes
+from annie_quant.checkpoint.first_token import Prompt, PromptTime
 from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.documents import Recipe, decode
-from annie_quant.models.formats import BF16, FP8_CHANNEL, W4A16, Format
-from annie_quant.quantize import calibration_text
+from annie_quant.documents import FrontierPoint, Recipe, decode
+from annie_quant.models.formats import BF16, FP8_CHANNEL, NVFP4, W4A16, Format
+from annie_quant.quantize import calibration_text, estimates
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, export
+from annie_quant.quantize.rates import SPARK_RATES
 from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip(
@@ -35,7 +39,7 @@ pytest.importorskip(
 pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import frontier_plan, held_out, kl_trial, mixed_formats  # noqa: E402
-from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
+from annie_quant.quantize.format_planner import FormatPlanner  # noqa: E402
 from annie_quant.quantize.mixed_formats import (  # noqa: E402
     Group,
     budgets,
@@ -136,7 +140,7 @@ def test_what_is_taken_is_within_the_limits_and_never_worse_than_the_formats_wit
             SLOW, max_gb=planner.bytes_of(usual, "size") / 1e9 * (1 + (case % 3) / 10)
         )
         taken, evaluated = planner.search(trials, quantize.runner.as_progress(None))
-        expected = float(trials.measure(planner.formats(usual))[:, :2].sum())
+        expected = float(trials.measure(planner.formats(planner.kinds_of(usual)))[:, :2].sum())
         assert taken.loss <= expected * (1 + 1e-9) and planner.fits(taken.choices)
         assert taken.loss == min(s.loss for s in evaluated)
         usual_won += taken.choices == usual
@@ -148,7 +152,7 @@ def test_a_limit_of_the_loss_is_measured_on_the_whole() -> None:
     rng, tightened = np.random.default_rng(1), 0
     for _ in range(60):
         planner, trials = planner_for(rng, Limits(SLOW), {FP8_CHANNEL: 0.5, W4A16: 1.0})
-        most = float(planner.expected([0] * 6)[:, :2].sum())
+        most = float(planner.expected(planner.kinds_of([0] * 6))[:, :2].sum())
         planner.limits = Limits(SLOW, max_loss=most * float(rng.uniform(0.2, 1.5)))
         taken, evaluated = planner.search(trials, quantize.runner.as_progress(None))
         assert taken.loss <= planner.limits.max_loss
@@ -186,14 +190,109 @@ def test_limits_that_nothing_satisfies_are_one_line() -> None:
         UsageError, match="--max-loss 1e-12: nothing quantized satisfies it, the least measured is"
     ):
         planner.search(trials, progress)
-    loss = float(planner.expected([0] * 6)[:, :2].sum())
+    loss = float(planner.expected(planner.kinds_of([0] * 6))[:, :2].sum())
     planner.limits = Limits(SLOW, max_gb=least * 1.0001, max_loss=loss / 2)
-    with pytest.raises(
-        UsageError,
-        match="nothing satisfies the limits together; the least loss within that of bytes is",
-    ) as e:
+    with pytest.raises(UsageError, match="nothing satisfies the limits together; the nearest") as e:
         planner.search(trials, progress)
-    assert f"{loss:.3g}" in e.value.message
+    words = e.value.hint.split()
+    max_gb, max_loss = (float(words[words.index(o) + 1]) for o in ("--max-gb", "--max-loss"))
+    assert least < max_gb and loss / 2 < max_loss
+    planner.limits = Limits(SLOW, max_gb=max_gb, max_loss=max_loss)
+    assert planner.solve(max_loss) is not None
+
+
+def random_planner(rng: np.random.Generator) -> FormatPlanner:
+    """Return up to five groups with any formats and any parts of the time to the first token."""
+    groups = {}
+    for name in [*"abcd"[: int(rng.integers(1, 5))], HEAD]:
+        kinds = [W4A16, FP8_CHANNEL, BF16]
+        if name != HEAD:
+            kinds = [NVFP4, *kinds][: int(rng.integers(2, 5))]
+        weights = float(rng.integers(1, 20)) * 1e6
+        size = [weights * kind.bits / 8 for kind in kinds]
+        parts = 1e-3 * rng.lognormal(0, 1, (len(kinds), 3))
+        times = [PromptTime(0.0, *map(float, row)) for row in parts]
+        read = [x * float(rng.choice([1.0, 0.25])) for x in size]
+        groups[name] = Group([name], kinds, size, read, weights, times=times)
+    planner = FormatPlanner(groups, Limits(SLOW), TokenBytes(0.0, 1), {"size": 1e6, "read": 2e6})
+    planner.counted = sum(group.weights for group in groups.values())
+    planner.base_time = PromptTime(*map(float, rng.random(4) * [10, 1e-3, 1e-3, 1e-3]))
+    planner.prompt = Prompt(2048)
+    for name, group in groups.items():
+        losses = {kind: float(rng.lognormal(-6, 2)) for kind in group.formats} | {BF16: 0.0}
+        planner.costs[name] = {k: np.full((4, 3), [x / 8, x / 8, 0]) for k, x in losses.items()}
+    return planner
+
+
+def row_of(planner: FormatPlanner, choice: tuple[int, ...]) -> dict[str, float]:
+    """Return the figures of a choice, added up without the planner."""
+    groups = list(zip(planner.groups.values(), choice, strict=True))
+    time = [sum(getattr(g.times[i], part) for g, i in groups) for part in PARTS]
+    reads, products, head = (
+        getattr(planner.base_time, part) + own for part, own in zip(PARTS, time, strict=True)
+    )
+    read = 2e6 + sum(g.read[i] for g, i in groups)
+    kinds = zip(planner.groups, groups, strict=True)
+    return {
+        "gb": (1e6 + sum(g.size[i] for g, i in groups)) / 1e9,
+        "tps": 1e6 / read,
+        "bits": 8 * (read - 2e6) / planner.counted,
+        "ms": planner.base_time.rest_ms + 1e3 * ((reads**2 + products**2) ** 0.5 + head),
+        "loss": sum(float(planner.costs[n][g.formats[i]][:, :2].sum()) for n, (g, i) in kinds),
+        "read": read,
+    }
+
+
+PARTS = ("reads_s", "products_s", "head_s")
+
+
+def satisfies(row: dict[str, float], limits: Limits, slack: float = 1e-9) -> bool:
+    least = 1 + slack
+    return (
+        row["gb"] <= limits.max_gb * least
+        and row["tps"] * least >= limits.min_tps
+        and row["bits"] <= limits.max_bits * least
+        and row["ms"] <= limits.max_ttft_ms * least
+        and row["loss"] <= limits.max_loss * least
+    )
+
+
+def test_limits_of_size_speed_time_and_loss_together_are_solved_as_they_are_stated() -> None:
+    """Also where the best choice for one limit does not satisfy the others."""
+    rng, outcomes = np.random.default_rng(7), []
+    for _ in range(200):
+        planner = random_planner(rng)
+        counts = [range(len(group.formats)) for group in planner.groups.values()]
+        table = {choice: row_of(planner, choice) for choice in itertools.product(*counts)}
+        some = list(table.values())[int(rng.integers(0, len(table)))]
+        other = list(table.values())[int(rng.integers(0, len(table)))]
+        slack = float(rng.choice([1.0, 0.9, 1.2]))
+        stated = {
+            "max_gb": some["gb"] * slack,
+            "min_tps": some["tps"] / slack,
+            "max_ttft_ms": other["ms"] * slack,
+            "max_loss": max(1e-9, other["loss"] * slack),
+        }
+        if rng.random() < 0.2:
+            stated["max_bits"] = some["bits"]
+        kept = {axis: value for axis, value in stated.items() if rng.random() < 0.7}
+        planner.limits = Limits(SLOW, **kept)
+        within = [row for row in table.values() if satisfies(row, planner.limits)]
+        objective = "loss" if np.isinf(planner.limits.max_loss) else "read"
+        choice = planner.solve(planner.limits.max_loss)
+        if within:
+            assert choice is not None, "a choice satisfies the limits together"
+            assert satisfies(table[choice], planner.limits, 2e-9)
+            least = min(row[objective] for row in within)
+            assert table[choice][objective] == pytest.approx(least, rel=1e-9, abs=1e-12)
+        else:
+            assert choice is None
+            assert "the nearest choice has" in str(
+                planner.infeasible(planner.limited(planner.limits.max_loss))
+            )
+        outcomes.append((len(kept), bool(within)))
+    assert sum(count > 2 and fits for count, fits in outcomes) > 20
+    assert sum(not fits for _, fits in outcomes) > 20
 
 
 # ---- groups and bytes
@@ -211,7 +310,7 @@ def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(
         source = make(tmp_path / "qwen2", kind)
     folder = ModelFolder(source)
     job = Job(source, tmp_path / "out")
-    four_bit = dict.fromkeys(choose(folder, ()), W4A16)
+    four_bit = dict.fromkeys(choose(folder, ()), (W4A16,))
     groups = groups_of(job, four_bit)
     assert list(groups)[-1] == HEAD
     assert sorted(n for g in groups.values() for n in g.members) == sorted([*four_bit, HEAD])
@@ -225,7 +324,7 @@ def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(
         choices[-1] = number
         out = tmp_path / f"out{number}"
         out.mkdir()
-        export(folder, out, QuantizationPlan.of(planner.formats(choices)))
+        export(folder, out, QuantizationPlan.of(planner.formats(planner.kinds_of(choices))))
         stored = ModelFolder(out)
         assert planner.bytes_of(choices, "size") == sum(stored.info(n).size_bytes for n in stored)
         assert planner.bytes_of(choices, "read") == pytest.approx(bytes_per_token(stored), abs=1)
@@ -234,7 +333,7 @@ def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(
 def test_an_excluded_head_is_no_group(home: Path, tmp_path: Path) -> None:
     source = make(tmp_path / "tied", "qwen2-tied")
     for model in (home / "model", source):
-        four_bit = dict.fromkeys(choose(ModelFolder(model), (HEAD,)), W4A16)
+        four_bit = dict.fromkeys(choose(ModelFolder(model), (HEAD,)), (W4A16,))
         assert HEAD not in groups_of(Job(model, tmp_path / "out", exclude=(HEAD,)), four_bit)
 
 
@@ -346,3 +445,105 @@ def test_budgets_of_one_model_share_their_measurements(home: Path, planned: Path
     assert bytes_per_token(ModelFolder(folder)) <= budget * 1.001
     both = json.loads(file.read_text())["value"]
     assert len(first) > 4 and first.items() <= both.items() and len(both) - len(first) < len(first)
+
+
+# ---- the time to the first token
+
+
+def gb10_ends(model: Path) -> tuple[float, float]:
+    """Return the predicted milliseconds with all inputs of the linears in 4 bits, and in 16, the head in bf16."""
+    folder = ModelFolder(model)
+    prompt = Prompt().within(folder)
+    ends = []
+    for kind in (NVFP4, W4A16):
+        work = prompt_work.work_of(folder, "vllm", dict.fromkeys(choose(folder, ()), kind))
+        ends.append(first_token.predict(work, "vllm", DEVICES["gb10"], prompt).ms)
+    return ends[0], ends[1]
+
+
+def taken_point(folder: Path) -> FrontierPoint:
+    frontier = decode(Recipe, folder / "annie_quant.json").frontier
+    assert frontier is not None
+    (taken,) = [p for p in frontier.points if p.taken]
+    return taken
+
+
+def test_inputs_are_chosen_under_a_limit_of_the_time_to_the_first_token(home: Path) -> None:
+    least, most = gb10_ends(home / "model")
+    losses = []
+    for share in (0.9, 0.5):
+        lines: list[str] = []
+        limits = {"max_ttft_ms": least + share * (most - least), "device": "gb10"}
+        out = run(home, f"soon{share}", work=home / "work", report=lines.append, **limits)
+        losses.append(taken_point(out).kl + taken_point(out).decisions)
+    assert 0 < losses[0] < losses[1], "a tighter limit is more harmful"
+    folder = ModelFolder(out)
+    assert checkpoint.audit(out, source=home / "model").ok
+    recipe = decode(Recipe, out / "annie_quant.json")
+    assert recipe.frontier is not None and "2,048 prompt tokens, vLLM" in recipe.frontier.prompt
+    taken = taken_point(out)
+    served = first_token.predict_folder(folder, device=DEVICES["gb10"])
+    assert served is not None and served.ms == pytest.approx(taken.ttft_ms, rel=1e-9)
+    assert served.ms <= limits["max_ttft_ms"] * (1 + 1e-9)
+    kinds = {linear.stored_format(folder) for linear in dialects.linears(folder).values()}
+    assert {NVFP4, W4A16} <= kinds and FP8_CHANNEL not in kinds - {W4A16, NVFP4}
+    measured = [p.ttft_ms for p in recipe.frontier.points if p.measured]
+    # The ends are there, up to the bytes of scales of tensors.
+    assert min(measured) == pytest.approx(least, rel=1e-7)
+    assert max(measured) == pytest.approx(most, rel=1e-7)
+    groups = recipe.frontier.groups
+    assert sum(group.flops for group in groups) == pytest.approx(1.0)
+    assert {group.format for group in groups} == {"nvfp4", "w4a16"}
+    # Almost linear: reads are the smaller part of the root.
+    assert sum(group.saved_ms for group in groups) == pytest.approx(most - least, rel=0.05)
+    assert any(line.startswith("what 4-bit inputs cost, per group:") for line in lines)
+    (given_up,) = [line for line in lines if line.startswith("inputs of ")]
+    assert "of the FLOPs in 4 bits: first token after about" in given_up
+    assert "all in 4 bits" in given_up and "KL x" in given_up
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_ttft_ms": 1.0}, r"--max-ttft-ms 1: the soonest possible is .* ms at 2,048 prompt"),
+        ({"max_ttft_ms": 50.0, "device": "h200"}, "no prefill rate is known for NVIDIA H200"),
+        ({"max_ttft_ms": 50.0, "prompt_tokens": 5000}, "its context is 4,096, not 5,000 prompt"),
+        ({"max_ttft_ms": 50.0, "cached_tokens": 3000}, "3,000 cached of 2,048 prompt tokens"),
+        ({"max_ttft_ms": -1.0}, "--max-ttft-ms -1: expected a positive number"),
+    ],
+)
+def test_a_limit_that_cannot_be_met_is_one_line_before_anything_is_computed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, options: dict, message: str
+) -> None:
+    monkeypatch.setattr(kl_trial, "load", lambda *args, **options: pytest.fail("model loaded"))
+    monkeypatch.setattr(
+        "annie_quant.quantize.calibration_text.read_answers", lambda *args: pytest.fail("answered")
+    )
+    with pytest.raises(UsageError, match=message):
+        run(home, "refused", **{"device": "gb10", **options})
+    assert not (home / "refused").exists()
+
+
+def test_an_estimate_satisfies_the_limits(home: Path) -> None:
+    least, most = gb10_ends(home / "model")
+    options = {"max_ttft_ms": (least + most) / 2, "max_gb": GB, "device": "gb10"}
+    expected = estimates.estimate(home / "model", "best", rates=SPARK_RATES, options=options)
+    assert expected.size_bytes <= GB * 1e9
+    assert "--max-gb 0.00045, --max-ttft-ms" in expected.limits
+    small = estimates.estimate(
+        home / "model", "auto_mixed", rates=SPARK_RATES, options={"bits": 4.6}
+    )
+    large = estimates.estimate(home / "model", "auto_mixed", rates=SPARK_RATES, options={"bits": 8})
+    assert small.size_bytes < large.size_bytes
+    with pytest.raises(UsageError, match="the smallest possible is"):
+        estimates.estimate(
+            home / "model", "best", rates=SPARK_RATES, options={"max_gb": GB / 2, "device": "gb10"}
+        )
+
+
+def test_an_estimate_of_a_published_model_satisfies_the_limits() -> None:
+    options = {"max_ttft_ms": 400, "min_tps": 38, "device": "gb10"}
+    expected = estimates.estimate("9b", "best", options=options)
+    assert expected.speed.tok_s >= 38
+    ms = float(expected.first_token.split("about ")[1].split(" ms")[0])
+    assert 300 < ms <= 400

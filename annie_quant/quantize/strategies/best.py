@@ -1,7 +1,7 @@
 """best: every linear in NVFP4, as small as naive, with 4-bit inputs where they do little harm.
 
 First the source answers with the inputs of one group of linears rounded at a time; the groups with most of the harm stay W4A16
-(mixed_formats.py). Under --max-gb, --min-tps or --max-loss the formats of all groups of linears and of the head are chosen next
+(mixed_formats.py). Under --max-gb, --min-tps, --max-ttft-ms or --max-loss the formats of all groups and of the head are chosen
 (frontier_plan.py). Then GPTQ rounds with all conversations, unless plain rounding is better on held-out ones (held_out.py). A
 killed run continues after its last trial or layer.
 """
@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.first_token import Prompt
 from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.models.formats import W4A16, Format
+from annie_quant.documents import Device
+from annie_quant.models.formats import NVFP4, W4A16, Format
 from annie_quant.quantize.formats import four_bit_formats
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -48,6 +50,14 @@ class BestOptions(Method, frozen=True):
         float,
         described("held-out divergence at most: mean KL plus that of the tokens that decide"),
     ] = math.inf
+    max_ttft_ms: Annotated[
+        float,
+        described("predicted milliseconds to the first token at most; inputs are chosen by it"),
+    ] = math.inf
+    prompt_tokens: Annotated[
+        int, described("of the prompt of max_ttft_ms; 0: 2,048, or the context")
+    ] = 0
+    cached_tokens: Annotated[int, described("of prompt_tokens, those that are not computed")] = 0
     device: Annotated[
         str,
         described(
@@ -55,7 +65,15 @@ class BestOptions(Method, frozen=True):
         ),
     ] = ""
 
-    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = (
+        "max_gb",
+        "min_tps",
+        "max_loss",
+        "max_ttft_ms",
+        "prompt_tokens",
+        "cached_tokens",
+        "device",
+    )
 
 
 def plan_best(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
@@ -64,7 +82,9 @@ def plan_best(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
     share = options.share if options.activations == "mixed" else None
     four_bit = four_bit_formats(job, options.activations)
-    return plan_model(job, four_bit, options, progress, limits_of(options), share, look=True)
+    limits = limits_of(options)
+    device = device_of(options)
+    return plan_model(job, four_bit, options, progress, limits, share, look=True, device=device)
 
 
 def plan_model(
@@ -75,6 +95,7 @@ def plan_model(
     limits: Limits | None = None,
     share: float | None = None,
     look: bool = False,
+    device: Device | None = None,
 ) -> QuantizationPlan:
     """Return the plan of a model: which inputs are rounded, formats under the limits if there are any, and rounded linears.
 
@@ -82,19 +103,27 @@ def plan_model(
 
     four_bit: linear → "nvfp4" or "w4a16".
     share: of the divergence that rounding all inputs adds, what "nvfp4" may leave; other linears get "w4a16". None: any.
+        With a limit of the time to the first token the limits decide instead.
     look: compare GPTQ with plain rounding on held-out conversations, and take plain rounding where GPTQ is worse.
+    device: whose time to the first token is reported; None: no report.
     """
     from annie_quant.quantize import frontier_plan, held_out, mixed_formats
     from annie_quant.quantize.calibration_text import read_answers
     from annie_quant.quantize.input_stats import calibrated
     from annie_quant.quantize.rounding import round_model
 
+    inputs: dict[str, tuple[Format, ...]] = {name: (kind,) for name, kind in four_bit.items()}
+    if limits and share is not None:
+        chosen_by_limits = limits.max_ttft_ms < math.inf
+        inputs = dict.fromkeys(four_bit, (NVFP4, W4A16) if chosen_by_limits else (W4A16,))
+        share = None if chosen_by_limits else share
+    if limits:
+        frontier_plan.planner_of(job, limits, inputs)
     text = read_answers(job, progress)
     samples = text.samples
-    if limits:
-        frontier_plan.planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
     if share is not None:
         four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
+        inputs = {name: (kind,) for name, kind in four_bit.items()}
     planned = QuantizationPlan.of(four_bit)
     looked = held_out.HeldOutLook()
     if limits or look:
@@ -106,13 +135,17 @@ def plan_model(
         rounded = round_model(job, four_bit, learned, method, progress, "layers-learned")
         trials = held_out.FormatTrials(job, held or samples, rounded)
         if limits:
-            planner = frontier_plan.planner_of(job, limits, four_bit)
+            planner = frontier_plan.planner_of(job, limits, inputs)
             planned = frontier_plan.choose_formats(
                 job, planner, learned, trials, method.damping, progress
             )
         if look:
             looked = held_out.compare_with_plain(trials, planned.formats, held, progress)
+        if device:
+            progress.message(mixed_formats.given_up_line(trials, job, planned.formats, device))
         del trials  # its model is not needed in memory any more
+    elif device:
+        progress.message(mixed_formats.given_up_line(None, job, planned.formats, device))
     announce_size(ModelFolder(job.model), planned.formats, progress)
     formats = {n: f for n, f in planned.formats.items() if f.in_four_bits and n != HEAD}
     if looked.plain_is_better:
@@ -132,18 +165,28 @@ def plan_model(
 
 def limits_of(options: BestOptions) -> Limits | None:
     """Return the limits of the options, or None without any. Raises UsageError for values that cannot be limits."""
-    for name in ("max_gb", "max_loss"):
+    for name in ("max_gb", "max_loss", "max_ttft_ms"):
         if not getattr(options, name) > 0:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a positive number"
             )
     if not 0 <= options.min_tps < math.inf:
         raise UsageError(f"--min-tps {options.min_tps:g}: expected a positive number")
-    device = decode_speed.default_device()
-    if options.device:
-        device = decode_speed.find_device(options.device)
-    limits = Limits(device, options.max_gb, options.min_tps, options.max_loss)
+    limits = Limits(
+        device_of(options),
+        max_gb=options.max_gb,
+        min_tps=options.min_tps,
+        max_loss=options.max_loss,
+        max_ttft_ms=options.max_ttft_ms,
+        prompt=Prompt(options.prompt_tokens or None, options.cached_tokens),
+    )
     return limits if str(limits) else None
+
+
+def device_of(options: BestOptions) -> Device:
+    if options.device:
+        return decode_speed.find_device(options.device)
+    return decode_speed.default_device()
 
 
 STRATEGY = Strategy(
@@ -167,5 +210,6 @@ STRATEGY = Strategy(
     ),
     plan=plan_best,
     options=BestOptions,
+    limits=limits_of,
     scale="sweep",
 )

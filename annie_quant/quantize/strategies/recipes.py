@@ -152,9 +152,13 @@ class AutoMixedOptions(StrategyOptions, frozen=True):
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
 
 
+def limits_of_bits(options: AutoMixedOptions) -> Limits:
+    return Limits(decode_speed.default_device(), max_bits=options.bits)
+
+
 def plan_bits(job: Job[AutoMixedOptions], progress: Progress) -> QuantizationPlan:
     """Return the plan of the frontier's point at `bits` per weight, where all inputs of 4-bit linears are rounded."""
-    limits = Limits(decode_speed.default_device(), max_bits=job.options.bits)
+    limits = limits_of_bits(job.options)
     return plan_model(job, all_nvfp4(job), Method(), progress, limits)
 
 
@@ -165,6 +169,7 @@ AUTO_MIXED = Strategy(
     cost=replace(BEST.cost, rank=90, passes=200, held_out_look=False),
     plan=plan_bits,
     options=AutoMixedOptions,
+    limits=limits_of_bits,
     scale="sweep",
     conservative=True,
     any_family=True,

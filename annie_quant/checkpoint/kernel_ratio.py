@@ -65,7 +65,7 @@ def kernel_ratios(
 
 def _ms(work: PromptWork, server: str, tokens: int) -> float:
     device = decode_speed.DEVICES["gb10"]
-    return first_token.predict_ms(work, server, device, Prompt(tokens))[0]
+    return first_token.predict(work, server, device, Prompt(tokens)).ms
 
 
 def _known_work() -> PromptWork:

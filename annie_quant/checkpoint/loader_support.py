@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from annie_quant.checkpoint.dialects import QuantizedFolder
 
 CONVERTED = {"llama.cpp"}  # servers that load a file that is made from the folder
+RELEASED = (0, 2, 0)  # builds without a tag call themselves 0.0 or 0.1.dev
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 
 
@@ -44,7 +45,12 @@ def verdicts(model: QuantizedFolder, findings: Sequence[Finding]) -> list[Server
     unknown = next((f for f in findings if f.code in NOT_JUDGED), None)
     if unknown is not None:
         return [ServerSupport(name, "unknown", unknown.code) for name in RULES]
-    return [ServerSupport(name, *rule(model)) for name, rule in RULES.items()]
+    judged = [ServerSupport(name, *rule(model)) for name, rule in RULES.items()]
+    oldest = _oldest_of_formats(model)
+    for support in judged:
+        if support.loads != "no" and support.server in oldest:
+            support.note = ", ".join(filter(None, [oldest[support.server], support.note]))
+    return judged
 
 
 def is_awq(model: QuantizedFolder) -> bool:
@@ -53,7 +59,6 @@ def is_awq(model: QuantizedFolder) -> bool:
 
 def _vllm(model: QuantizedFolder) -> Rule:
     folder = model.folder
-    config = model.config
     if is_awq(model):
         return "no", "NVFP4_AWQ is not loaded (#45333)"
     if (
@@ -64,12 +69,6 @@ def _vllm(model: QuantizedFolder) -> Rule:
     if any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values()):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     notes = []
-    if config.algo == MIXED and config.method == modelopt.NAME:
-        notes = [
-            f"from {v.since} (mixed precision)"
-            for v in versions(model)
-            if v.server == "vLLM" and v.since
-        ]
     if tensor_parallel_ranks(model) < 2:
         notes.append(
             f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)"
@@ -236,25 +235,49 @@ def needed(model: QuantizedFolder) -> list[str]:
     classes = [str(c) for c in architectures[:1]] if isinstance(architectures, list) else []
     if not model.linears or model.config.method == fp8.NAME:
         return classes
-    config = model.config
-    algorithms = {config.algo_of(name) for name in model.linears}
-    if config.method == compressed_tensors.NAME:
-        kinds = [
-            f"compressed-tensors {a}"
-            for a in sorted(algorithms)
-            if a in (NVFP4.modelopt, W4A16.modelopt)
-        ]
-    elif config.algo == MIXED:
-        named = [a for a in (W4A16.modelopt, FP8_CHANNEL.modelopt) if a in algorithms]
-        kinds = [MIXED, *(f"{a} in {MIXED}" for a in named)]
-    else:
-        kinds = [config.algo]
     head = (
         [f"quantized head of {model.folder.family.name.removesuffix(' MoE')}"]
         if HEAD in model.linears
         else []
     )
-    return [*classes, *kinds, *head]
+    return [*classes, *_formats(model), *head]
+
+
+def _formats(model: QuantizedFolder) -> list[str]:
+    """Return the features that the formats of a folder's linears need."""
+    config = model.config
+    algorithms = {config.algo_of(name) for name in model.linears}
+    if config.method == compressed_tensors.NAME:
+        known = (NVFP4.modelopt, W4A16.modelopt)
+        return [f"compressed-tensors {a}" for a in sorted(algorithms) if a in known]
+    if config.algo != MIXED:
+        return [config.algo]
+    named = [a for a in (W4A16.modelopt, FP8_CHANNEL.modelopt) if a in algorithms]
+    return [MIXED, *(f"{a} in {MIXED}" for a in named)]
+
+
+def _oldest_of_formats(model: QuantizedFolder) -> dict[str, str]:
+    """Return server → the first version that reads the formats, where these are more than plain NVFP4 in ModelOpt's layout."""
+    formats = _formats(model) if model.linears and model.config.method != fp8.NAME else []
+    notes: dict[str, str] = {}
+    for server, known in table().items():
+        rows = [(name, known.features[name]) for name in formats if name in known.features]
+        dated = [row for row in rows if row[1].since]
+        if formats != [NVFP4.modelopt] and dated and server not in CONVERTED:
+            name, feature = max(dated, key=lambda row: version_key(row[1].since or ""))
+            notes[server] = f"from {feature.since} ({name})"
+    return notes
+
+
+def too_old(model: QuantizedFolder, server: str, version: str) -> str:
+    """Return why this version of a server does not load a folder, as far as the table knows; "" if it does."""
+    if version_key(version) < RELEASED:
+        return ""
+    for known in versions(model):
+        is_older = known.since and version_key(version) < version_key(known.since)
+        if known.server.lower() == server.lower() and is_older:
+            return f"{known.server} {version} is too old: from {known.since} ({known.reason})"
+    return ""
 
 
 def versions(model: QuantizedFolder) -> list[LoadingVersions]:

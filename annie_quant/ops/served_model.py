@@ -21,7 +21,7 @@ import msgspec
 from annie_quant import models
 from annie_quant.bench.backend import Backend, identity, sglang_page
 from annie_quant.bench.counters import read_counters
-from annie_quant.checkpoint import ModelFolder, dialects
+from annie_quant.checkpoint import ModelFolder, dialects, loader_support
 from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import label_of
@@ -105,7 +105,9 @@ def check_served(
     else:
         loaded += check_info(info, checkpoint)
         drafts = check_accepted(info, NOT_ACCEPTED)
-    return [*loaded, answers, drafts, *_faults_of(who, ModelFolder(checkpoint).family)], result
+    versions = version_findings(who, checkpoint)
+    faults = _faults_of(who, ModelFolder(checkpoint).family)
+    return [*loaded, *versions, answers, drafts, *faults], result
 
 
 # ---- what vLLM loaded
@@ -371,6 +373,18 @@ def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[
     if info:
         findings += [*check_info(info), check_accepted(info, NOT_ACCEPTED)]
     return [*findings, note(TENSORS, "not compared", "no checkpoint is named", add)]
+
+
+def version_findings(who: Identity, checkpoint: Path) -> list[CheckResult]:
+    """Return a finding where the server's version is older than the first one that loads the checkpoint's formats."""
+    if who.runtime not in ("vllm", "sglang") or not who.version:
+        return []
+    model = dialects.read(ModelFolder(checkpoint))
+    problem = loader_support.too_old(model, who.runtime, who.version[:40])
+    if not problem:
+        return []
+    effect = "older versions refuse such a checkpoint, or read it as another format"
+    return [fault("version", problem, effect, f"update {who.runtime}, then start it again")]
 
 
 def _faults_of(who: Identity, family: Family | None) -> list[CheckResult]:

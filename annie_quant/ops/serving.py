@@ -25,6 +25,7 @@ import msgspec
 
 from annie_quant import checkpoint
 from annie_quant.checkpoint import ModelFolder, ShardError, dialects, loader_support
+from annie_quant.core import host
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.files import ASSETS, read_json, write_text
 from annie_quant.core.progress import SILENT, Progress
@@ -211,7 +212,14 @@ class RecipeRuntime:
             raise CheckpointError(
                 f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}"
             )
-        loading = loader_support.versions(dialects.read(ModelFolder(model)))
+        folder = dialects.read(ModelFolder(model))
+        version = self.version(chosen)
+        problem = loader_support.too_old(folder, self.name, version) if version else ""
+        if problem:
+            raise CheckpointError(
+                f"{model}: {problem}", "update the server, or quantize to other formats"
+            )
+        loading = loader_support.versions(folder)
         for versions in loading:
             if versions.since is None and versions.server.lower() == self.name:
                 others = (
@@ -237,6 +245,18 @@ class RecipeRuntime:
         if audit.findings:
             notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
         return notes
+
+    def version(self, recipe: ServingRecipe) -> str | None:
+        """Return the version that a recipe starts: of its image's tag, else of the installed package; None where it is not known.
+
+        A program that ANNIE_QUANT_NAME points to may be another version than the installed package.
+        """
+        if recipe.image is not None:
+            tag = re.fullmatch(r"v?(\d+\.\d+\.\d+)\b.*", recipe.image.rpartition(":")[2])
+            return tag[1] if tag else None
+        if os.environ.get(f"ANNIE_QUANT_{self.name.upper()}"):
+            return None
+        return host.package_version(self.name)
 
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
         """Write the recipe as YAML for sparkrun and spark-vllm-docker (recipe_version 1)."""

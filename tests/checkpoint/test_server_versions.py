@@ -57,7 +57,7 @@ def test_the_class_decides_where_the_format_is_old(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("quantization", "expected"),
     [
-        ({"quant_algo": "W4A16_NVFP4"}, ("0.21.0", "0.5.20")),
+        ({"quant_algo": "W4A16_NVFP4"}, ("0.21.0", "0.5.19")),
         ("NVFP4", ("0.17.0", "0.5.15")),
         ("W4A16_NVFP4", ("0.22.0", "0.5.15")),
         ("FP8_PER_CHANNEL_PER_TOKEN", ("0.30.0", None)),
@@ -115,3 +115,74 @@ def test_every_row_has_a_version_that_was_read_and_a_source() -> None:
                 row.since is None
                 or loader_support.version_key(row.since) <= loader_support.version_key(known.newest)
             ), name
+
+
+def test_an_older_server_is_refused_by_its_version(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """#42566: vLLM 0.19.1 lacks W4A16_NVFP4 in mixtures. SGLang 0.5.14 takes any but Nemotron-H's for W4AFP8."""
+    settings = mixed(folder, "W4A16_NVFP4")
+    path = variant(folder, tmp_path / "mixed", settings, architectures=VISION)
+    model = dialects.read(ModelFolder(path))
+    old = loader_support.too_old(model, "vllm", "0.19.1")
+    assert "from 0.22.0 (W4A16_NVFP4 in MIXED_PRECISION" in old
+    assert "0.5.15" in loader_support.too_old(model, "sglang", "0.5.14")
+    for server, version in (
+        ("vllm", "0.22.0"),
+        ("vllm", "0.33.1rc1.dev3+g12"),
+        ("vllm", "0.1.dev1+g12"),
+        ("sglang", "0.5.15.post1"),
+        ("trtllm", "1.0"),
+    ):
+        assert not loader_support.too_old(model, server, version), (server, version)
+    plain = dialects.read(ModelFolder(variant(folder, tmp_path / "p", {}, architectures=VISION)))
+    assert not loader_support.too_old(plain, "vllm", "0.19.1")
+
+
+def test_the_audit_states_the_first_version_for_a_mixture(folder: Path, tmp_path: Path) -> None:
+    settings = mixed(folder, "W4A16_NVFP4")
+    model = dialects.read(
+        ModelFolder(variant(folder, tmp_path / "mixed", settings, architectures=VISION))
+    )
+    by_server = {s.server: s for s in loader_support.verdicts(model, [])}
+    for server, since_version in (("vLLM", "0.22.0"), ("SGLang", "0.5.15")):
+        if by_server[server].loads != "no":
+            assert f"from {since_version}" in by_server[server].note
+    plain = loader_support.verdicts(dialects.read(ModelFolder(folder)), [])
+    assert not any("from 0." in support.note for support in plain)
+
+
+def test_serve_refuses_an_installed_or_tagged_version_that_is_too_old(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from annie_quant.core import host
+
+    monkeypatch.setattr(host, "package_version", lambda name: "0.19.1")
+    monkeypatch.delenv("ANNIE_QUANT_VLLM", raising=False)
+    with pytest.raises(CheckpointError, match=r"vLLM 0\.19\.1 is too old: from 0\.27\.0"):
+        serving.check(folder, runtime="vllm", recipe="own-kernel")
+    assert serving.check(folder, runtime="vllm"), "the image's tag moves: not known"
+    vllm = serving.find_runtime("vllm")
+    recipe = vllm.find(None)
+    for image, version in (
+        ("vllm/vllm-openai:v0.19.1", "0.19.1"),
+        ("vllm/vllm-openai:v0.33.0-cu130", "0.33.0"),
+        ("vllm/vllm-openai:cu130-nightly", None),
+        ("lmsysorg/sglang:spark", None),
+    ):
+        assert vllm.version(msgspec.structs.replace(recipe, image=image)) == version
+
+
+@pytest.mark.parametrize(
+    ("runtime", "version", "named"),
+    [("vllm", "0.19.1", True), ("vllm", "0.33.0", False), ("llama.cpp", "b1", False)],
+)
+def test_doctor_names_a_running_server_that_is_too_old(
+    folder: Path, runtime: str, version: str, named: bool
+) -> None:
+    from annie_quant.documents import Identity
+    from annie_quant.ops.served_model import version_findings
+
+    found = version_findings(Identity(name="s", runtime=runtime, version=version), folder)
+    assert [f.level for f in found] == ["fault"] * named
+    assert all("from 0.27.0" in f.message for f in found)

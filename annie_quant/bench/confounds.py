@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from annie_quant.bench.cache_findings import (
@@ -21,7 +21,6 @@ from annie_quant.bench.cache_findings import (
 from annie_quant.bench.findings import finding
 from annie_quant.bench.noise import measured_values
 from annie_quant.documents import (
-    Answer,
     BenchConfig,
     Confound,
     Ended,
@@ -30,11 +29,11 @@ from annie_quant.documents import (
     by_backend,
 )
 from annie_quant.documents.results import Severity
-from annie_quant.judge.answers import constant_answer
-from annie_quant.judge.checks.calls import has_call_markup
+from annie_quant.judge.answers import constant_answer, has_call_markup, parser_fault
 from annie_quant.judge.checks.text import leaked
 from annie_quant.judge.pairing import has_label
 from annie_quant.judge.statistics import LEVEL, compare, holm
+from annie_quant.models.server_parsers import parser_hint
 
 _Records = Sequence[RequestRecord]
 _Findings = Iterator[Confound]
@@ -85,15 +84,8 @@ def find_confounds(
             findings.append(finding("prefix_cache", name))
         findings += [finding("identity", name, caveat=caveat) for caveat in identity.caveats]
         findings += _thinking(name, own[name], config)
-        for check in (
-            _tool_parser,
-            _slow_starts,
-            first_length_findings,
-            _errors,
-            _cut,
-            _clock,
-            _stamps,
-        ):
+        findings += _tool_parser(name, own[name], identity.runtime)
+        for check in (_slow_starts, first_length_findings, _errors, _cut, _clock, _stamps):
             findings += check(name, own[name])
     return findings
 
@@ -299,13 +291,21 @@ def _thinking(name: str, records: _Records, config: BenchConfig) -> _Findings:
         off,
         effect,
     )
+    taken = 0
     lengths = []
     for record in off:
         answer = record.answer
-        is_empty = not answer.text.strip() and not answer.tool_calls
+        if not answer.silent:
+            continue
+        if not answer.fault and answer.reasoning.strip():
+            taken += 1
+            continue
         was_complete = not answer.fault or answer.finish_reason == "length"
-        if is_empty and was_complete and (answer.completion_tokens or 0) > 8:
+        lost_call = _offers_tools(record) and parser_fault(answer)
+        if was_complete and not lost_call and (answer.completion_tokens or 0) > 8:
             lengths.append(answer.completion_tokens or 0)
+    if taken:
+        yield finding("reasoning_parser_fault", name, n=taken, of=len(off))
     if lengths:
         tokens = round(statistics.median(lengths))
         yield finding(
@@ -317,19 +317,36 @@ def _thinking(name: str, records: _Records, config: BenchConfig) -> _Findings:
         )
 
 
-def _tool_parser(name: str, records: _Records) -> _Findings:
-    """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
-    tools = [r for r in records if "tool_call" in r.judgement.checks]
+def _offers_tools(record: RequestRecord) -> bool:
+    """Return whether a call was expected, so that the request had tools."""
+    return "tool_call" in record.judgement.checks
+
+
+def _tool_parser(name: str, records: _Records, runtime: str | None) -> _Findings:
+    """HTTP 400 on requests with tools, or calls that do not arrive: the fault is the server's parser, not the model."""
+    tools = [r for r in records if _offers_tools(r)]
+    hint = parser_hint(runtime)
     refused = sum(r.answer.status == 400 for r in tools)
     if refused:
-        yield finding("tool_parser_missing", name, n=refused, of=len(tools))
-    failed = [r for r in tools if not r.judgement.checks["tool_call"]]
-    in_text = sum(r.judgement.checks.get("tool_call_raw", False) for r in failed)
-    # No parser can read a call that was cut.
-    complete = [r for r in failed if not r.answer.fault and not r.answer.tool_calls]
-    unparsed = sum(has_call_markup(Answer(text=r.answer.text)) for r in complete)
-    if in_text or unparsed:
-        yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
+        yield finding("tool_parser_missing", name, n=refused, of=len(tools), hint=hint)
+    faults: Counter[str] = Counter()
+    for record in tools:
+        checks = record.judgement.checks
+        answer = record.answer
+        if checks["tool_call"]:
+            continue
+        fault = parser_fault(answer)
+        # No parser can read a call that was cut.
+        if not fault and not answer.fault and not answer.tool_calls and has_call_markup(answer):
+            fault = "a mark of a call is left in the text"
+        if not fault and checks.get("tool_call_raw", False):
+            fault = "a call is left in the text"
+        if fault:
+            faults[fault] += 1
+    if faults:
+        what = ", ".join(f"{count} x {fault}" for fault, count in faults.most_common())
+        n = faults.total()
+        yield finding("tool_parser_fault", name, n=n, of=len(tools), what=what, hint=hint)
 
 
 def _errors(name: str, records: _Records) -> _Findings:

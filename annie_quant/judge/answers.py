@@ -1,161 +1,40 @@
-r"""One answer, from a server's parsed message or from a model's raw text, and the tool calls in raw text.
+r"""One answer, from a server's parsed message or from a model's raw text.
 
 Raw text has the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when
 thinking is on and in `<think>\n\n</think>\n\n` when it is off, and a turn ends with `<|im_end|>`.
-Tool calls have the form that the template shows:
-
-qwen_xml    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3.5, Qwen3-Coder
-hermes      <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                            Qwen2.5, Qwen3, Hermes
-llama_json  {"name": NAME, "parameters": {...}} as the whole answer, several separated by ";"    Llama 3
+Tool calls have the form that the template shows (annie_quant.models.call_forms).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from annie_quant.core.untrusted import decode_json
 from annie_quant.documents import Answer
+from annie_quant.models.call_forms import OPENING_MARKS, CallForm, CallSpan, Tool, Tools, read_calls
+from annie_quant.models.server_parsers import THINK
 
 if TYPE_CHECKING:
     from annie_quant.documents import ChatMessage, ToolCall
     from annie_quant.documents.prompts import CalledFunction
 
-Form = Literal["qwen_xml", "hermes", "llama_json"]
-THINK = "<think>"  # in the chat template of a model that thinks
-Tool = Mapping[str, Any]  # an OpenAI function tool
-Tools = Sequence[Tool] | None
-
-_XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
-_HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-PYTHON_TAG = "<|python_tag|>"
-
-
-def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def form_of(template: str) -> Form:
-    """Return the form that a chat template shows the model; Qwen3.5's where it shows none of them."""
-    if "<function=" in template:
-        return "qwen_xml"
-    if "<tool_call>" in template:
-        return "hermes"
-    is_llama = PYTHON_TAG in template or "<|start_header_id|>" in template
-    return "llama_json" if is_llama else "qwen_xml"
-
-
-def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCall], str]:
-    """Return the calls in an answer, and its text without them. A call that cannot be read stays in the text.
-
-    tools: the types of arguments in qwen_xml; without it each of them is a string. llama_json has
-    no marks, so without tools an answer has no calls.
-    """
-    if form == "llama_json":
-        calls = _llama_calls(text) if tools else []
-        return calls, "" if calls else text
-    calls = []
-
-    def take(match: re.Match[str]) -> str:
-        call = _xml_call(match, tools) if form == "qwen_xml" else _json_call(match[1])
-        if call is None:
-            return match[0]
-        calls.append(_numbered(call, len(calls)))
-        return ""
-
-    rest = (_XML if form == "qwen_xml" else _HERMES).sub(take, text)
-    return calls, rest
-
-
-def _numbered(call: tuple[str, object], index: int) -> ToolCall:
-    name, arguments = call
-    return {
-        "id": f"raw_{index}",
-        "name": name,
-        "arguments": json.dumps(arguments, ensure_ascii=False),
-    }
-
-
-def _json_call(text: str) -> tuple[str, object] | None:
-    try:
-        return _call_of(decode_json(text), "arguments")
-    except ValueError:
-        return None
-
-
-def _call_of(value: object, *keys: str) -> tuple[str, object] | None:
-    """Return the name and the arguments of a call, or None.
-
-    keys: alternative names of the field with the arguments.
-    """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments = next((value[key] for key in keys if isinstance(value.get(key), dict)), None)
-    return None if arguments is None else (value["name"], arguments)
-
-
-def _llama_calls(text: str) -> list[ToolCall]:
-    """Return the calls that an answer consists of; none where anything else is in it."""
-    rest = text.strip().removeprefix(PYTHON_TAG).strip()
-    calls: list[ToolCall] = []
-    while rest.startswith("{"):
-        try:
-            value, end = _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return []
-        call = _call_of(value, "parameters", "arguments")
-        if call is None:
-            return []
-        calls.append(_numbered(call, len(calls)))
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return [] if rest else calls
-
-
-def _xml_call(match: re.Match[str], tools: Tools) -> tuple[str, object]:
-    name = match[1].strip()
-    types = _types(name, tools)
-    arguments = {}
-    for key, value in _PARAMETER.findall(match[2]):
-        key = key.strip()
-        # The template adds one newline on each side of a value; further white space is part of the
-        # value.
-        value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(value, types.get(key))
-    return name, arguments
-
-
-def _types(name: str, tools: Tools) -> dict[str, str | list[str] | None]:
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {
-                key: schema.get("type")
-                for key, schema in properties.items()
-                if isinstance(schema, Mapping)
-            }
-    return {}
-
-
-def _typed(value: str, kind: object) -> object:
-    """Return a parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
-    kinds = kind if isinstance(kind, list) else [kind]
-    if "string" in kinds or kinds == [None]:
-        return value
-    try:
-        return decode_json(value)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
-
+__all__ = [
+    "Tool",
+    "Tools",
+    "assistant_message",
+    "constant_answer",
+    "has_call_markup",
+    "parse_raw",
+    "parser_fault",
+    "raw_view",
+]
+THINK_END = "</think>"
 
 # ---- answers
 
@@ -199,12 +78,13 @@ def parse_raw(
     thinking: bool,
     tools: Tools = None,
     completion_tokens: int | None = None,
-    form: Form = "qwen_xml",
+    form: CallForm = "qwen_xml",
 ) -> Answer:
     """Parse generated text (what follows the generation prompt) into an answer.
 
     With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing
-    tag, all of it is reasoning.
+    tag, a call ends the thinking, as for vLLM from 0.24, SGLang from 0.5.14 and llama.cpp; without a
+    call all of it is reasoning.
 
     tools: the types of arguments; without it every argument is a string.
     form: of tool calls.
@@ -213,31 +93,144 @@ def parse_raw(
     body = raw_text[: min(ends)] if ends else raw_text
     reasoning = ""
     if thinking:
-        reasoning, closed, body = body.lstrip().removeprefix("<think>").partition("</think>")
-        if not closed:
-            body = ""
-    calls, text = split_calls(body, form, tools)
+        reasoning, body = _split_thinking(body, form, tools)
+    calls, text = read_calls(body, form, tools)
     finish_reason = None
     if ends:
         finish_reason = "tool_calls" if calls else "stop"
     return Answer(
         text=text.strip(),
         reasoning=reasoning.strip(),
-        tool_calls=calls,
+        tool_calls=_numbered(calls),
         finish_reason=finish_reason,
         completion_tokens=completion_tokens,
     )
 
 
+def _split_thinking(body: str, form: CallForm, tools: Tools) -> tuple[str, str]:
+    """Return the thinking of an answer, and the rest."""
+    reasoning, closed, rest = body.lstrip().removeprefix(THINK).partition(THINK_END)
+    if closed:
+        return reasoning, rest
+    calls, _ = read_calls(reasoning, form, tools)
+    if not calls:
+        return reasoning, ""
+    return reasoning[: calls[0].start], reasoning[calls[0].start :]
+
+
+def _numbered(calls: Iterable[CallSpan]) -> list[ToolCall]:
+    return [
+        {
+            "id": f"raw_{index}",
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+        }
+        for index, call in enumerate(calls)
+    ]
+
+
+# ---- what a server's parser did to the calls
+
+# Which tools there are does not matter for whether a text has a call.
+SOME_TOOL: Tools = [{"type": "function", "function": {}}]
+CALL_VANISHED = "a call vanished"
+CALL_MARKS = tuple(itertools.chain.from_iterable(OPENING_MARKS.values()))
+MIN_LOST_TOKENS = 8  # of an answer that shows nothing: fewer can be an end of turn with its marks
+
+
+def has_call_markup(answer: Answer) -> bool:
+    """Return whether a mark of a tool call is left in the text."""
+    return any(mark in answer.text for mark in CALL_MARKS)
+
+
 def raw_view(answer: Answer, tools: Tools = None) -> Answer:
-    """Return the answer with the tool calls that its server left in the text.
+    """Return the answer with the tool calls that its server left in the text or in the thinking.
+
+    Calls of every form are read, also XML calls without <tool_call>, and arguments get the closing brace that
+    a server lost. A call that is cut, or that vanished, cannot be restored.
 
     Where a call is right here and missing in `answer`, the fault is the server's parser, not the
     model.
     """
-    if answer.tool_calls or "<tool_call>" not in answer.text:
+    calls = [_with_last_brace(call) for call in answer.tool_calls]
+    if answer.finish_reason == "length":
+        calls = answer.tool_calls
+    hidden, text = _calls_in(answer.text, tools)
+    reasoning = answer.reasoning
+    if answer.silent and not hidden:
+        hidden, reasoning = _calls_in(reasoning, tools)
+    if not hidden and calls == answer.tool_calls:
         return answer
-    parsed = parse_raw(answer.text, thinking=False, tools=tools)
-    if not parsed.tool_calls:
-        return answer
-    return msgspec.structs.replace(answer, text=parsed.text, tool_calls=parsed.tool_calls)
+    return msgspec.structs.replace(
+        answer,
+        text=text.strip(),
+        reasoning=reasoning.strip(),
+        tool_calls=[*calls, *_numbered(hidden)],
+    )
+
+
+def parser_fault(answer: Answer) -> str:
+    """Return what the server's parser did wrong in a complete answer to a request with tools.
+
+    Returns "" where the answer does not show it.
+    """
+    if answer.fault:
+        return ""
+    if any(not _is_json(call.get("arguments")) for call in answer.tool_calls):
+        return "arguments of a call are not JSON"
+    if _calls_in(answer.text, SOME_TOOL)[0]:
+        return "a call is left in the text"
+    if not answer.silent:
+        return ""
+    if _calls_in(answer.reasoning, SOME_TOOL)[0]:
+        return "a call is left in the thinking"
+    lost = (answer.completion_tokens or 0) > MIN_LOST_TOKENS and not answer.reasoning.strip()
+    if answer.finish_reason == "tool_calls" or lost:
+        return CALL_VANISHED
+    return ""
+
+
+def _calls_in(text: str, tools: Tools) -> tuple[list[CallSpan], str]:
+    """Return the calls of any form in a text, and the text without them. Leaked thinking has none."""
+    thinking = ""
+    end = text.find(THINK_END)
+    if end >= 0 and not any(call.start < end < call.end for call in _marked_calls(text, tools)[0]):
+        end += len(THINK_END)
+        thinking = text[:end]
+    calls, rest = _marked_calls(text[len(thinking) :], tools)
+    if '"parameters"' in rest and not calls:  # "arguments" without marks: no parser reads it
+        calls, rest = read_calls(rest, "llama_json", tools)
+    return calls, thinking + rest
+
+
+def _marked_calls(text: str, tools: Tools) -> tuple[list[CallSpan], str]:
+    """Return the calls of the forms that have marks, and the text without them."""
+    calls: list[CallSpan] = []
+    for form, marks in OPENING_MARKS.items():
+        if any(mark in text for mark in marks):
+            own, text = read_calls(text, form, tools)
+            calls += own
+    return calls, text
+
+
+def _with_last_brace(call: ToolCall) -> ToolCall:
+    """Return the call with a complete object as its arguments, if only the last brace is missing.
+
+    After a digit more than the brace may be missing.
+    """
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str) or arguments[-1:].isdigit() or _is_json(arguments):
+        return call
+    if _is_json(arguments + "}"):
+        return {**call, "arguments": arguments + "}"}
+    return call
+
+
+def _is_json(arguments: object) -> bool:
+    if not isinstance(arguments, str):
+        return arguments is not None
+    try:
+        decode_json(arguments)
+    except ValueError:
+        return False
+    return True

@@ -29,7 +29,9 @@ from annie_quant.data.logs import Problems
 from annie_quant.data.rows import place_of
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Answer, Case, Workload, parse_raw
-from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, assistant_message, form_of
+from annie_quant.judge.answers import assistant_message
+from annie_quant.models.call_forms import PYTHON_TAG, CallForm
+from annie_quant.models.server_parsers import form_of, thinks
 from annie_quant.offline.caches import common_prefix
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ ARGUMENTS = ("arguments", "parameters")
 MAX_REFUSED_SHARE = 0.5  # of gate prompts, by the chat template
 
 
-def deciding_characters(text: str, form: Form) -> set[int]:
+def deciding_characters(text: str, form: CallForm) -> set[int]:
     """Return the positions of an answer's characters that decide: where another token makes another call, or none.
 
     These are the first character of the answer (a call or not), the opening of every tool call, the whole name of its function, the
@@ -259,7 +261,7 @@ class Template:
         self.chat_template = ChatTemplate(self.tokenizer, str(folder))
         source = self.chat_template.with_tools()
         self.tool_form = form_of(source)
-        self.thinks = THINK in source or not source
+        self.thinks = thinks(source) or not source
         self.end_tokens = end_tokens(Path(folder), self.tokenizer)
         self.special = special_tokens(self.tokenizer)
         self.splits_are_exact = False  # until a text has the same tokens in parts and whole

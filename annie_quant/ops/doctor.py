@@ -27,8 +27,8 @@ from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import salvage_line
+from annie_quant.models.server_parsers import parser_hint
 from annie_quant.ops import known_faults
-from annie_quant.ops.known_faults import PARSER_FLAGS
 
 Level = Literal["ok", "note", "fault"]
 
@@ -488,8 +488,13 @@ def check_docker(probe: Probe) -> list[CheckResult]:
     return [*findings, *_check_servers(probe)]
 
 
+WHY_NO_REASONING = (
+    "right for a model that does not think; the thinking of any other model is in its answers"
+)
+
+
 def _check_servers(probe: Probe) -> list[CheckResult]:
-    """Check running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
+    """Check running vLLM and SGLang containers: without a parser, tool calls fail with HTTP 400 or are returned as text."""
     answer = probe.run(
         "docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}"
     )
@@ -498,15 +503,19 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
         name, image, command = [*line.split("\t"), "", ""][:3]
         if not any(server in image for server in ("vllm", "sglang")):
             continue
-        flags = ["--reasoning-parser", "--tool-call-parser"]
-        flags += ["--enable-auto-tool-choice"] if "vllm" in image else []
+        runtime = "vllm" if "vllm" in image else "sglang"
+        flags = ["--tool-call-parser"]
+        flags += ["--enable-auto-tool-choice"] if runtime == "vllm" else []
         missing = [flag for flag in flags if flag not in command]
         if missing:
             message = f"the server {name} runs without {', '.join(missing)}"
-            why = "tool calls fail with HTTP 400 or are in the text, thinking leaks: a fault of the server, not of the model"
-            findings.append(fault("parsers", message, why, f"start it with {PARSER_FLAGS}"))
+            why = "tool calls fail with HTTP 400 or are in the text: a fault of the server, not of the model"
+            findings.append(fault("parsers", message, why, parser_hint(runtime)))
         else:
-            findings.append(ok("parsers", f"the server {name} has them"))
+            findings.append(ok("parsers", f"the server {name} has a parser of tool calls"))
+        if "--reasoning-parser" not in command:
+            message = f"the server {name} runs without --reasoning-parser"
+            findings.append(note("parsers", message, WHY_NO_REASONING))
     return findings
 
 

@@ -18,8 +18,6 @@ from annie_quant.core.host import version_key
 from annie_quant.gemm.known_failures import KnownFailure, find_failure
 from annie_quant.models import Family
 
-PARSER_FLAGS = "--reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder"
-
 
 class KnownErrors(msgspec.Struct):
     """phases: (pattern of a line of the log, title), in their order."""
@@ -49,7 +47,8 @@ def phase(log: str) -> str:
 class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A fault of a package's versions from `first` to `last`, both included; "" for no limit.
 
-    gpu: beginning of the compute capability that has it; model: "deltanet" or "experts" where only such models have it.
+    gpu: beginning of the compute capability that has it.
+    model: "deltanet", "experts" or the beginning of a family's name, where only such models have it.
     """
 
     package: str
@@ -69,8 +68,17 @@ class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
             not self.last or found <= version_key(self.last)
         )
         there = not self.gpu or capability.startswith(self.gpu)
-        concerned = not self.model or family is None or getattr(family, self.model) is not None
+        if family is None:
+            # No other version helps where a fault has no end, so it is named for its models alone.
+            concerned = not self.model or bool(self.last)
+        else:
+            concerned = not self.model or self._is_of(family)
         return package == self.package and in_range and there and concerned
+
+    def _is_of(self, family: Family) -> bool:
+        if self.model in ("deltanet", "experts"):
+            return getattr(family, self.model) is not None
+        return family.name.startswith(self.model)
 
 
 @cache

@@ -29,8 +29,19 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.documents import LoadedModel, decode, salvage_line
+from annie_quant.models.server_parsers import parser_hint, parsers_for, row_of
 from annie_quant.ops import known_faults, server_checks
-from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, notes_on, ok
+from annie_quant.ops.doctor import (
+    WHY_NO_REASONING,
+    CheckResult,
+    Probe,
+    fault,
+    gpu_capability,
+    note,
+    notes_on,
+    ok,
+)
+from annie_quant.ops.serving import template_of
 from annie_quant.stream.client import fetch
 
 if TYPE_CHECKING:
@@ -447,19 +458,49 @@ def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResu
         )
     else:
         yield ok("formats", listed)
-    parsers = {
-        f"--{name.replace('_', '-')}": _text(info, name)
-        for name in ("tool_call_parser", "reasoning_parser")
-    }
-    missing = [flag for flag, value in parsers.items() if not value]
-    if missing:
-        why = "tool calls stay in the text, or thinking leaks: a fault of the server, not of the model"
-        fix = (
-            "start it with --reasoning-parser qwen3 --tool-call-parser qwen3_coder, or its family's"
-        )
-        yield fault("parsers", f"the server runs without {', '.join(missing)}", why, fix)
-    else:
-        yield ok("parsers", ", ".join(" ".join(parser) for parser in parsers.items()))
+    folder = checkpoint
+    if folder is None and path.is_dir():
+        folder = path
+    yield from check_parsers(info, template_of(folder) if folder else "")
+
+
+# Other names of SGLang for a parser that reads the same form.
+SAME_FORM = {"qwen25": ("qwen25", "qwen", "hermes"), "glm45": ("glm45", "glm")}
+READS_TEMPLATE = "auto"  # SGLang from 0.5.13 takes the parser that the chat template needs
+
+
+def check_parsers(info: Info, template: str) -> Iterator[CheckResult]:
+    """Yield whether SGLang's parsers are those of a chat template; "" for one that cannot be read here."""
+    tool = _text(info, "tool_call_parser")
+    reasoning = _text(info, "reasoning_parser")
+    row = row_of(template)
+    fix = parser_hint("sglang")
+    if row is None:
+        if not tool:
+            why = "tool calls stay in the text: a fault of the server, not of the model"
+            yield fault("parsers", "the server runs without --tool-call-parser", why, fix)
+        if not reasoning:
+            yield note("parsers", "the server runs without --reasoning-parser", WHY_NO_REASONING)
+        if tool and reasoning:
+            names = f"--tool-call-parser {tool}, --reasoning-parser {reasoning}"
+            yield ok("parsers", names)
+        return
+    expected = parsers_for("sglang", template)
+    flags = " ".join(expected.flags("sglang")) or "no parser"
+    fix = f"start it with {flags}, as the chat template of {row.family} needs"
+    is_right = True
+    if tool not in (READS_TEMPLATE, *SAME_FORM.get(expected.tool, (expected.tool,))):
+        is_right = False
+        what = f"--tool-call-parser {tool}" if tool else "no --tool-call-parser"
+        why = "tool calls stay in the text or vanish: a fault of the server, not of the model"
+        yield fault("parsers", f"the server runs with {what}", why, fix)
+    if reasoning not in (READS_TEMPLATE, expected.reasoning):
+        is_right = False
+        what = f"--reasoning-parser {reasoning}" if reasoning else "no --reasoning-parser"
+        why = "thinking is in the answers" if expected.reasoning else "it empties content"
+        yield fault("parsers", f"the server runs with {what}", why, fix)
+    if is_right:
+        yield ok("parsers", f"those of {row.family}: {flags}")
 
 
 def check_accepted(info: Info, why_none: str) -> CheckResult:

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -30,14 +30,14 @@ from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageErro
 from annie_quant.core.files import ASSETS, read_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import salvage_or_default
-from annie_quant.judge.answers import THINK, Form, form_of
+from annie_quant.models.server_parsers import PLACEHOLDER, notes_for, parsers_for
 from annie_quant.ops import server as process
 from annie_quant.ops.llama_cpp import LlamaCpp
 from annie_quant.ops.server import Server
 
 __all__ = ["Server", "check", "command", "start", "write_recipe"]
 
-# ---- a server's parsers of tool calls and of thinking, as a checkpoint's chat template needs them
+# ---- the parsers that a checkpoint's chat template needs
 
 
 class TokenizerConfig(msgspec.Struct):
@@ -57,23 +57,15 @@ def template_of(model: Path) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def fitted(words: list[str], model: Path, parsers: Mapping[Form, str]) -> list[str]:
-    """Return a copy of a command with the parsers for a checkpoint's template; an equal one where no template can be read.
-
-    parsers: RecipeRuntime.parsers.
-
-    A template without thinking gets no reasoning parser, because vLLM's stops at a vocabulary without its marks; one without
-    tools gets no tool parser.
-    """
-    template, words = template_of(model), list(words)
-    if template and THINK not in template:
-        remove(words, "--reasoning-parser", 2)
-    if template and "tools" not in template:
-        remove(words, "--tool-call-parser", 2)
-        remove(words, "--enable-auto-tool-choice", 1)
-    elif template and "--tool-call-parser" in words and (parser := parsers.get(form_of(template))):
-        words[words.index("--tool-call-parser") + 1] = parser
-    return words
+def with_parsers(words: list[str], template: str, server: str) -> list[str]:
+    """Return a recipe's command with a server's parsers for a chat template in place of PLACEHOLDER."""
+    result = []
+    for word in words:
+        if word == PLACEHOLDER:
+            result += parsers_for(server, template).flags(server)
+        else:
+            result.append(word)
+    return result
 
 
 def remove(words: list[str], option: str, count: int) -> None:
@@ -89,7 +81,7 @@ RECIPES = ASSETS / "recipes"
 
 
 class ServingRecipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One way to serve a model. {model}, {name} and {port} in `command` are replaced.
+    """One way to serve a model. {model}, {name}, {port} and {parsers} in `command` are replaced.
 
     note     what it is for
     source   date and origin: who ran it, or which public notes it follows
@@ -141,13 +133,11 @@ class RecipeRuntime:
         has one, has this name in any case.
     title: its name in reports.
     program: the words that start the installed program, for recipes without an image.
-    parsers: form of a chat template → value of --tool-call-parser, where that is not the recipe's own (Qwen3.5's).
     """
 
     name: str
     title: str
     program: tuple[str, ...] = ()
-    parsers: Mapping[Form, str] = field(default_factory=dict)
 
     def find(self, recipe: str | None) -> ServingRecipe:
         return _choose(self.name, recipe)[1]
@@ -164,7 +154,7 @@ class RecipeRuntime:
         It has the parsers for the model's chat template, and no --quantization where the model's settings are of another format.
         Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
         """
-        words = fitted(recipe.command, model, self.parsers)
+        words = with_parsers(recipe.command, template_of(model), self.name)
         try:
             settings = dialects.config(ModelFolder(model))
         except ShardError:
@@ -242,6 +232,7 @@ class RecipeRuntime:
         elif support.note:
             notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
         notes += [f"versions that load it: {versions}" for versions in loading]
+        notes += [f"parsers: {note}" for note in notes_for(self.name, template_of(model))]
         if audit.findings:
             notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
         return notes
@@ -360,13 +351,10 @@ class Runtime(Protocol):
     ) -> Path: ...
 
 
-# Another runtime is one row here and a file of recipes. Sources of the parsers' names: vLLM's documentation, "Tool Calling", and
-# SGLang's, "Tool Parser", both read on 2026-11-23.
+# Another runtime is one row here, a file of recipes, and its parsers in assets/server_parsers.json.
 RECIPE_RUNTIMES = (
-    RecipeRuntime(
-        "vllm", "vLLM", ("vllm", "serve"), {"hermes": "hermes", "llama_json": "llama3_json"}
-    ),
-    RecipeRuntime("sglang", "SGLang", (), {"hermes": "qwen25", "llama_json": "llama3"}),
+    RecipeRuntime("vllm", "vLLM", ("vllm", "serve")),
+    RecipeRuntime("sglang", "SGLang"),
 )
 RUNTIMES: dict[str, Runtime] = {r.name: r for r in (LlamaCpp(), *RECIPE_RUNTIMES)}
 

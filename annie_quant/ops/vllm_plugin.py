@@ -8,7 +8,7 @@ vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a m
 packed weights; for more, weights are dequantized part by part, so that a checkpoint stays 4-bit in memory. Experts are computed
 one after the other, and their weighted outputs are added in float32.
 
-    vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder
+    vllm serve CHECKPOINT --quantization modelopt
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from randomised import examples
 
 from annie_quant import judge
-from annie_quant.judge.answers import form_of
+from annie_quant.models.server_parsers import form_of
 
 jinja2 = pytest.importorskip(
     "jinja2", reason="the templates are Jinja's: pip install annie-quant[quantize]"
@@ -78,8 +78,8 @@ def test_a_call_in_another_form_is_text_as_it_is_for_the_servers_parser(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_form_of_a_template(form: str) -> None:
-    assert form_of(TEMPLATES[form]) == form
-    assert form_of("{{ messages }}") == "qwen_xml"
+    assert form_of("<|start_header_id|>" + TEMPLATES[form]) == form
+    assert form_of("{{ messages }}") == ""
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ pytest.importorskip(
     "transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]"
 )
 
-from annie_quant.judge.answers import Form
+from annie_quant.models.call_forms import CallForm
 from annie_quant.offline.divergence import FIELDS, TokenLabels, kl_summary
 from annie_quant.offline.prompts import Template, covers, deciding_characters
 
 # "^" stands in front of every character that decides.
-PLANTED: list[tuple[Form, str]] = [
+PLANTED: list[tuple[CallForm, str]] = [
     ("hermes", "^It rains."),
     (
         "hermes",
@@ -70,7 +70,7 @@ def planted(marked: str) -> tuple[str, set[int]]:
 
 
 @pytest.mark.parametrize(("form", "marked"), PLANTED)
-def test_the_planted_characters_decide_and_no_others(form: Form, marked: str) -> None:
+def test_the_planted_characters_decide_and_no_others(form: CallForm, marked: str) -> None:
     text, points = planted(marked)
     assert {p for p in deciding_characters(text, form) if p < len(text)} == points
 
@@ -85,7 +85,7 @@ WHOLE = [text.replace("^", "") for _, text in PLANTED]
     st.sampled_from(["hermes", "qwen_xml", "llama_json"]),
 )
 def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
-    text: str, at: int, inserted: str, form: Form
+    text: str, at: int, inserted: str, form: CallForm
 ) -> None:
     for broken in (text[:at], text[:at] + inserted + text[at:]):
         points = deciding_characters(broken, form)
@@ -100,7 +100,7 @@ def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
                               "<function=", ">", "<parameter=", "</think>", ";", "[", "1", ","]), max_size=30).map("".join),
 )  # fmt: skip
 def test_any_text_has_points_inside_of_it_and_its_first_character_is_one(
-    form: Form, text: str
+    form: CallForm, text: str
 ) -> None:
     points = deciding_characters(text, form)
     assert 0 in points and all(0 <= p <= len(text) for p in points)
@@ -122,7 +122,7 @@ def test_every_point_is_in_one_piece(text: str, points: set[int], sizes: list[in
     assert covers(points, pieces) == expected
 
 
-def template(folder: Path, form: Form) -> Template:
+def template(folder: Path, form: CallForm) -> Template:
     for name in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -139,7 +139,7 @@ def template(folder: Path, form: Form) -> Template:
 
 @pytest.mark.parametrize(("form", "marked"), [p for p in PLANTED if "</think>" not in p[1]])
 def test_tokens_decide_that_have_such_a_character_or_end_the_turn(
-    tmp_path: Path, form: Form, marked: str
+    tmp_path: Path, form: CallForm, marked: str
 ) -> None:
     reader = template(tmp_path, form)
     text, points = planted(marked)

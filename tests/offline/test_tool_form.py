@@ -52,7 +52,7 @@ def test_without_a_generation_config_the_model_names_its_end_token(tmp_path: Pat
     [
         pytest.param(None, XML, [HERMES, LLAMA], True, id="qwen_xml"),
         pytest.param(
-            TURNS + "<tool_call>{}</tool_call><think></think>",
+            TURNS + '<tool_call>{"arguments": {}}</tool_call><think></think>',
             HERMES,
             [XML, LLAMA],
             True,

@@ -244,7 +244,6 @@ def test_a_recipe_is_the_suspect_and_trusted_values_replace_its_options(tmp_path
         "activations": ("w4a16", SERVED),
         "kv": ("auto", "fp8"),
         "mtp": ("0", SERVED),
-        "prefix": ("off", SERVED),
         "graphs": ("off", SERVED),
         "batch": ("1", "8"),
     }

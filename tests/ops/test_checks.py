@@ -117,6 +117,14 @@ def test_a_healthy_spark_needs_nothing():
     assert "GB10" in levels(findings, "ok")["gpu"].message
 
 
+def test_a_server_without_a_reasoning_parser_is_no_fault():
+    """A model that does not think must not have one: its answers would be empty."""
+    found = doctor.examine(
+        probe=spark(answers={"docker ps": SERVER.replace("--reasoning-parser qwen3", "")})
+    )
+    assert "parsers" in levels(found, "note") and "parsers" not in levels(found, "fault")
+
+
 @pytest.mark.parametrize(
     ("machine", "level", "check", "fix"),
     [
@@ -129,7 +137,7 @@ def test_a_healthy_spark_needs_nothing():
         (spark(answers={"validate-gpu": Output(1, "{}")}), "fault", "NVFP4 kernels", "--stack all"),
         (spark(answers={"docker info": Output(1, "permission denied while trying to connect")}), "fault", "docker", "usermod"),
         (spark(answers={"docker info": '{"Runtimes": {"runc": {}}}'}), "fault", "docker's NVIDIA runtime", "nvidia-ctk"),
-        (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "qwen3_coder"),
+        (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "serve DIR"),
         (spark(memory=replace(SPARK_MEMORY, cached_bytes=90_000_000 << 10)), "note", "page cache", "drop_caches"),
         (spark(memory=replace(SPARK_MEMORY, available_bytes=900_000 << 10)), "note", "memory", "stop"),
         (spark(disk=10**9), "fault", "disk", "disk"),

@@ -238,6 +238,34 @@ def sglang(changes: dict, path: str = "/server_info") -> dict[str, list]:
         return found
 
 
+QWEN3 = '{% if tools %}<tool_call>{"arguments": {}}{% endif %}'
+
+
+@pytest.mark.parametrize(
+    ("template", "tool", "reasoning", "faults"),
+    [
+        (QWEN3 + "<think>", "qwen25", "qwen3", []),
+        (QWEN3 + "<think>", "hermes", "qwen3", []),
+        (QWEN3 + "<think>", "auto", "auto", []),
+        (QWEN3 + "<think>", "qwen3_coder", "qwen3", ["runs with --tool-call-parser qwen3_coder"]),
+        (QWEN3 + "<think>", "qwen25", None, ["runs with no --reasoning-parser"]),
+        (QWEN3, "qwen25", None, []),
+        (QWEN3, "qwen25", "qwen3", ["runs with --reasoning-parser qwen3"]),
+    ],
+)
+def test_sglangs_parsers_are_compared_with_the_chat_templates(
+    tmp_path: Path, template: str, tool: str, reasoning: str | None, faults: list[str]
+) -> None:
+    """A reasoning parser is wrong for a model that does not think: it empties content."""
+    (tmp_path / "chat_template.jinja").write_text(template)
+    info = {"tool_call_parser": tool, "reasoning_parser": reasoning, "model_path": str(tmp_path)}
+    findings = sglang(info)["parsers"]
+    messages = [finding.message for finding in findings if finding.level == "fault"]
+    assert len(messages) == len(faults)
+    assert all(text in message for text, message in zip(faults, messages, strict=True))
+    assert all("--enable-auto-tool-choice" not in finding.fix for finding in findings)
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_sglang_reports_its_version_kernels_parsers_and_drafts(path: str) -> None:
     found = {check: finding for check, (finding,) in sglang({}, path).items()}
@@ -256,6 +284,8 @@ def test_sglang_without_parsers_and_with_drafts_that_are_never_accepted() -> Non
         found["parsers"][0].level == "fault" and "--tool-call-parser" in found["parsers"][0].message
     )
     assert found["drafts"][0].level == "fault"
+    no_reasoning = sglang({"reasoning_parser": None})["parsers"]
+    assert [finding.level for finding in no_reasoning] == ["note"]
     assert (
         sglang({"speculative_algorithm": None, "internal_states": [{}]})["drafts"][0].level
         == "note"

@@ -125,9 +125,11 @@ def test_every_recipe_can_be_used_and_has_its_source_with_a_date(tmp_path, runti
         words = shlex.split(
             aq.serve.command(tmp_path, runtime=runtime.name, port=8123, recipe=name)
         )
-        assert "8123" in words and not {"{model}", "{name}", "{port}"} & set(words)
-        if runtime.parsers:
-            assert "--tool-call-parser" in recipe.command, name
+        assert "8123" in words and not {"{model}", "{name}", "{port}", "{parsers}"} & set(words)
+        assert recipe.command.count("{parsers}") == 1, name
+        assert "--tool-call-parser" in words and "--tool-call-parser" not in recipe.command, name
+        if "--speculative-config" in words:
+            assert "--no-enable-prefix-caching" in words, name
 
 
 def test_a_runtime_without_a_rule_is_served_with_a_note(tmp_path):

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from annie_quant.core.json_schema import mismatch
 from annie_quant.core.untrusted import decode_json
 from annie_quant.documents import Answer, ToolCall
-from annie_quant.judge.answers import Tools, raw_view
+from annie_quant.judge.answers import (
+    CALL_VANISHED,
+    Tools,
+    has_call_markup,
+    parser_fault,
+    raw_view,
+)
 from annie_quant.judge.checks.statements import contains, fold
 
 if TYPE_CHECKING:
@@ -64,11 +70,6 @@ def _plain(value: object) -> object:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def has_call_markup(answer: Answer) -> bool:
-    """Return whether a tool call is left in the text."""
-    return "<tool_call>" in answer.text or "<function=" in answer.text
-
-
 # ---- the expected tool
 
 
@@ -86,9 +87,12 @@ def tool_call_raw(
     """tool_call on what the model wrote, also where the server left the call in the text.
 
     A higher rate than tool_call: the fault is the server's parser (is --tool-call-parser set?), not
-    the model.
+    the model. It does not apply where the server lost the call, because nobody knows what the model wrote.
     """
-    return tool_call(raw_view(answer, workload.tools_for(case)), case, workload, reference)
+    tools = workload.tools_for(case)
+    if parser_fault(answer) == CALL_VANISHED:
+        return None
+    return tool_call(raw_view(answer, tools), case, workload, reference)
 
 
 def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tracemalloc
 from pathlib import Path
 
 import adapter_models
@@ -36,6 +38,7 @@ FORMS = {
     "bias of all": Form("llama-bias", {"target_modules": ["q_proj", "up_proj"], "bias": "all"}),
     "bias of adapted": Form("llama-bias", {"target_modules": ["q_proj"], "bias": "lora_only"}),
     "bias of lora_B": Form("llama-bias", {"target_modules": ALL_LINEAR, "lora_bias": True}),
+    "biases of Qwen3.5": Form("qwen3.5", {"target_modules": DELTANET, "bias": "all"}),
     "modules to save": Form(
         "qwen3.5",
         {
@@ -127,3 +130,84 @@ def test_a_merge_has_the_bits_of_pefts(form: Form, bases, tmp_path: Path) -> Non
     assert differing(tmp_path / "merged", expected) == {}
     written = set(tensors_of(tmp_path / "merged"))
     assert written >= expected.keys() - {"lm_head.weight"}
+
+
+def test_the_base_alone_differs_from_pefts_merge(bases, tmp_path: Path) -> None:
+    """The comparison above is one that can fail."""
+    form = FORMS["lora"]
+    adapted = adapter_models.trained(bases(form.kind), form)
+    expected = adapter_models.merged_by_peft(adapted)
+    changed = differing(bases(form.kind), expected)
+    assert len(changed) == 15 and min(changed.values()) > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_adapter_in_16_bits_is_merged_as_peft_loads_it(dtype, bases, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+
+    form = FORMS["patterns"]
+    base = bases(form.kind)
+    adapter = adapter_models.save_adapter(adapter_models.trained(base, form), tmp_path / "adapter")
+
+    def halve(tensors: dict) -> None:
+        tensors.update({n: t.to(getattr(torch, dtype)) for n, t in tensors.items()})
+
+    adapter_models.rewrite(adapter, change=halve)
+    adapters.merge(base, adapter, tmp_path / "merged")
+    loaded = PeftModel.from_pretrained(adapter_models.load_float32(base), adapter)
+    assert differing(tmp_path / "merged", adapter_models.merged_by_peft(loaded)) == {}
+
+
+@pytest.mark.parametrize("name", ["lora", "rslora", "experts", "dora"])
+def test_a_float32_base_has_pefts_sums_unrounded(name: str, bases, tmp_path: Path) -> None:
+    """DoRA's norms are sums in another order; all other bits are equal."""
+    import torch
+    from safetensors.torch import save_file
+
+    form = FORMS[name]
+    base = Path(shutil.copytree(bases(form.kind), tmp_path / "base"))
+    noisy = {n: t.float() * (1 + 2**-12) for n, t in tensors_of(base).items()}
+    save_file(noisy, base / "model.safetensors", {"format": "pt"})
+    adapted = adapter_models.trained(base, form)
+    adapter = adapter_models.save_adapter(adapted, tmp_path / "adapter")
+    adapters.merge(base, adapter, tmp_path / "merged")
+    expected = adapted.merge_and_unload().state_dict()
+    for tensor_name, tensor in tensors_of(tmp_path / "merged").items():
+        assert tensor.dtype == torch.float32
+        if name == "dora":
+            assert torch.allclose(tensor, expected[tensor_name], rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(tensor, expected[tensor_name]), tensor_name
+
+
+def test_memory_is_that_of_a_block_of_rows(tmp_path: Path) -> None:
+    """One tensor of 64 MB is merged in pieces of 16 M elements."""
+    import ml_dtypes
+    import numpy as np
+
+    from annie_quant.checkpoint.adapters.updates import (
+        ChangeSize,
+        LowRankUpdate,
+        TensorUpdate,
+        merged_rows,
+    )
+
+    rows = (1 << 25) // 1024
+    weight = np.ones((rows, 1024), ml_dtypes.bfloat16)
+
+    class Base:
+        def tensor(self, name: str) -> np.ndarray:
+            return weight
+
+        def release(self, name: str, begin: int, end: int) -> None: ...
+
+    left = np.ones((rows, 1), np.float32)
+    product = LowRankUpdate(0, left, np.full((1, 1024), 0.5, np.float32), 2.0)
+    update = TensorUpdate("w", "w", "BF16", weight.shape, "mlp", low_rank=[product])
+    tracemalloc.start()
+    for block in merged_rows(update, Base(), ChangeSize()):  # type: ignore[arg-type]
+        assert (block == 2).all()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4.5 * 4 * (1 << 24)

@@ -13,8 +13,8 @@ from fuzz.boundaries.harness import KEY, NAMES, Finding, Sandbox, check_text, fu
 
 TOTAL = int(os.environ.get("ANNIE_QUANT_FUZZ_CASES", "500"))
 # In thousandths: by the cost of a case (a template may need its whole time limit, a report its figures).
-SHARES = {"server_answers": 200, "server_identity": 200, "checkpoint": 200, "templates": 20, "run_directory": 60, "logs": 100,
-          "workloads": 90, "personas": 70, "traces": 60}  # fmt: skip
+SHARES = {"server_answers": 200, "server_identity": 200, "checkpoint": 140, "adapters": 60, "templates": 20, "run_directory": 60,
+          "logs": 100, "workloads": 90, "personas": 70, "traces": 60}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -210,6 +210,12 @@ class Matching:
         shape = self.base.info(name).shape if merged else update.shape
         if len(shape) != 2:
             self._fail(f"{parts['lora_A'].key}: {name} {list(shape)} is not a linear")
+        if b.shape[0] > shape[0] and short_name(name) == HEAD:
+            self._fail(
+                f"{parts['lora_B'].key} is for {b.shape[0]} tokens and {name} has {shape[0]} rows: "
+                "an added token has no row",
+                "save the adapter with save_embedding_layers=True",
+            )
         if (b.shape[0], a.shape[1]) != tuple(shape) or b.shape[1] != len(a):
             self._wrong_shape(parts["lora_A"], (b.shape[0], a.shape[1]), update)
         if magnitude is not None and magnitude.shape != (shape[0],):
@@ -280,19 +286,20 @@ class Matching:
         numbers = self.adapter.settings.token_indices(key.path)
         values = self.adapter.tensor(key)
         update = self._update(name)
-        if numbers is None or values.shape != (len(numbers), update.shape[1]):
+        if numbers is None or values.shape != (len(numbers), update.columns):
             count = len(numbers or ())
             self._fail(
                 f"{key.key} {list(values.shape)}: trainable_token_indices has {count} tokens and "
-                f"{name} {update.shape[1]} columns",
+                f"{name} {update.columns} columns",
                 "restore the adapter_config.json that was saved with these tensors",
             )
-        rows = np.array(numbers, np.int64)
-        if rows.size and not 0 <= rows.min() <= rows.max() < update.shape[0]:
+        beyond = [number for number in numbers if not 0 <= number < update.shape[0]]
+        if beyond:
             self._fail(
-                f"{key.key}: token {rows.max()} has no row in {name}, which has {update.shape[0]}",
+                f"{key.key}: token {beyond[0]} has no row in {name}, which has {update.shape[0]}",
                 "save the adapter with save_embedding_layers=True",
             )
+        rows = np.array(numbers, np.int64)
         update.rows.append((rows, values))
 
     # ---- experts
@@ -354,7 +361,11 @@ class Matching:
         assert experts is not None
         merged = self._find(f"{path}.{parameter}") or self._find(f"{path}.{parameter}.weight")
         if merged is not None:
-            count, height, _ = self.base.info(merged).shape
+            shape = self.base.info(merged).shape
+            if len(shape) != 3:
+                self._fail(f"{merged} {list(shape)} of the base is not a tensor of experts")
+            count = shape[0]
+            height = shape[1]
             return [[(merged, number * height, height)] for number in range(count)]
         found: list[list[tuple[str, int, int]]] = []
         while True:

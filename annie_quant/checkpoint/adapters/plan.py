@@ -5,6 +5,7 @@ Nothing is written before the plan is complete.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from annie_quant.checkpoint.adapters.tokenizer import PromptFiles, choose_prompt
 from annie_quant.checkpoint.adapters.updates import LowRankUpdate, TensorUpdate
 from annie_quant.checkpoint.shards import QUANTIZATION_NAMES, ModelFolder, read_object
 from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import is_folder
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import RECIPE_FILE, AdapterRecord, salvage_or_default
 
@@ -110,9 +112,11 @@ def _base_notes(folder: ModelFolder, adapter: Adapter) -> list[str]:
     notes = []
     end = next((end for end in FOUR_BIT_ENDS if name.lower().endswith(end)), "")
     trained_on = name[: len(name) - len(end)] if end else name
-    local = read_object(Path(settings.base_model_name_or_path or "") / "config.json") or {}
-    is_quantized = any(local.get(field) for field in QUANTIZATION_NAMES)
-    if end or is_quantized or "load_in_4bit: true" in adapter.card.lower():
+    if (
+        end
+        or _is_quantized_folder(settings.base_model_name_or_path)
+        or "load_in_4bit: true" in adapter.card.lower()
+    ):
         notes.append(
             f"QLoRA: the adapter was trained on {name or 'its base'} in 4 bits; it is merged into "
             f"the 16-bit weights of {folder.path.name}"
@@ -127,6 +131,16 @@ def _base_notes(folder: ModelFolder, adapter: Adapter) -> list[str]:
             "the same model"
         )
     return notes
+
+
+def _is_quantized_folder(path: str | None) -> bool:
+    """Return whether a path that an adapter names is a folder with a quantized model here."""
+    if not path or not is_folder(Path(path)):
+        return False
+    with contextlib.suppress(CheckpointError, OSError):
+        config = read_object(Path(path) / "config.json") or {}
+        return any(config.get(field) for field in QUANTIZATION_NAMES)
+    return False
 
 
 def _zero_notes(matching: Matching) -> list[str]:

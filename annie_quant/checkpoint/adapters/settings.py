@@ -58,6 +58,7 @@ HARMLESS = (
 )
 MERGE_IT_YOURSELF = "merge it where it was trained, and give the merged folder as --model"
 MAX_PATTERN = 300  # characters
+MAX_RANK = 1 << 20
 REPEATED_GROUP = re.compile(r"\)[*+?{]")  # may take a regular expression exponential time
 EXPERTS_OUT_FIRST = (0, 19)  # peft version from which A is over the inputs of [E, out, in] experts
 LAYOUTS = ("rank_major", "grouped_by_expert")
@@ -228,8 +229,9 @@ def _check_values(settings: AdapterSettings) -> None:
             raise _refusal(f"pattern {printable(pattern, 60)!r}: {error}") from None
     ranks = [settings.r, *(settings.rank_pattern or {}).values()]
     alphas = [settings.lora_alpha, *(settings.alpha_pattern or {}).values()]
-    if min(ranks) < 1 or not all(map(math.isfinite, alphas)):
-        raise _refusal("a rank below 1, or an alpha that is not finite", "restore the file")
+    if not 1 <= min(ranks) <= max(ranks) <= MAX_RANK or not all(map(math.isfinite, alphas)):
+        limits = f"a rank outside of 1 to {MAX_RANK}, or an alpha that is not finite"
+        raise _refusal(limits, "restore the file")
     layout = settings.expert_layout
     if layout is not None and layout not in LAYOUTS:
         expected = " or ".join(LAYOUTS)

@@ -93,14 +93,25 @@ def choose_prompt_files(
     Raises CheckpointError where a token of the adapter's tokenizer has no row, or another id than
     in the base's.
     """
-    folders = (adapter, base.path)
+    try:
+        return _choice(adapter, base.path, rows, trained)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{adapter.name}: fields of another type in its tokenizer's files, or in the base's "
+            f"({type(error).__name__})",
+            "copy the tokenizer's files from the base",
+        ) from None
+
+
+def _choice(adapter: Path, base: Path, rows: int, trained: set[int] | None) -> PromptFiles:
+    folders = (adapter, base)
     tokenizer = next((f for f in folders if _has(f, VOCABULARIES)), None)
     template = next((f for f in folders if _template(f)), None)
     generation = next((f for f in folders if _has(f, (shards.GENERATION,))), None)
     notes = []
     if tokenizer == adapter:
-        notes = _check_tokens(adapter, base.path, rows, trained)
-    if template == adapter and _template(base.path) not in ("", _template(adapter)):
+        notes = _check_tokens(adapter, base, rows, trained)
+    if template == adapter and _template(base) not in ("", _template(adapter)):
         notes.append("the adapter's chat template is not the base's: the adapter's is taken")
     return PromptFiles(adapter, tokenizer, template, generation, notes)
 

@@ -31,6 +31,7 @@ NAMES = (
     "server_answers",
     "server_identity",
     "checkpoint",
+    "adapters",
     "templates",
     "run_directory",
     "logs",

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import cyclopts
 
-from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
+from annie_quant.cli import bench, checkpoint, data, doctor, draft, quantize, report
 from annie_quant.cli.process import Stopped, clean_library_messages, describe, stop_signals_raise
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import AnnieError, UsageError
@@ -70,6 +70,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "init": data.init,
     "data": data.data,
     "quantize": quantize.quantize,
+    "draft": draft.draft,
     "audit": checkpoint.audit,
     "convert": checkpoint.convert,
     "compare": checkpoint.compare,
@@ -86,7 +87,18 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 # What Ctrl-C ends: a program that runs until then, and work that the same command continues.
 RUN_UNTIL_STOPPED = ("record", "serve")
-RESUMED = ("attribute", "bench", "convert", "data", "demo", "eval", "publish", "quantize", "search")
+RESUMED = (
+    "attribute",
+    "bench",
+    "convert",
+    "data",
+    "demo",
+    "draft",
+    "eval",
+    "publish",
+    "quantize",
+    "search",
+)
 for position, (name, function) in enumerate(COMMANDS.items()):
     app.command(function, name=name, alias=None, sort_key=position)
 

@@ -12,6 +12,7 @@
     results       aggregates and verdict of a run
     run           bench.json, run.json and inputs.json
     evaluation    eval/*.json, sensitivity/*.json and search.json
+    drafts        what drafts of an MTP head give, and how one was tuned
     checkpoint    the result of an audit, annie_quant.json, a device's rates, a predicted speed, and how vLLM loaded a model
 
 The names of a new document are added here.
@@ -47,10 +48,10 @@ from annie_quant.documents.checkpoint import (
     ServerSupport,
     TensorRow,
 )
+from annie_quant.documents.drafts import DraftPrediction, DraftSteps, PromptEstimate, TunedHead
 from annie_quant.documents.evaluation import (
     CalibrationDraw,
     DifferingAnswer,
-    DraftAcceptance,
     EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,

@@ -10,6 +10,7 @@ import msgspec
 
 from annie_quant.core.files import finite
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.documents.drafts import DraftPrediction
 from annie_quant.documents.reading import SCHEMA_VERSION, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
@@ -180,18 +181,6 @@ class DifferingAnswer(msgspec.Struct):
     reference_tool_calls: list[str]
 
 
-class DraftAcceptance(msgspec.Struct):
-    """First drafts of the MTP head that equal the token which the model chose, of n.
-
-    low, high: 95 % Wilson interval.
-    """
-
-    n: int
-    accepted: int
-    low: float
-    high: float
-
-
 class SearchNumerics(msgspec.Struct, kw_only=True):
     """The part of a NumericsResult that search.json keeps.
 
@@ -213,7 +202,7 @@ class NumericsResult(SearchNumerics, kw_only=True):
     """The checkpoint under one numerics.
 
     arithmetic, outcomes: as in Member.
-    drafts: by workload; empty for a checkpoint without an MTP head.
+    drafts: what those of the MTP head give, by workload; empty for a checkpoint without one.
     """
 
     kl_text: KLSummary | None
@@ -222,7 +211,7 @@ class NumericsResult(SearchNumerics, kw_only=True):
     cases: list[DifferingAnswer]
     arithmetic: str = ""
     outcomes: dict[str, str] = {}
-    drafts: dict[str, DraftAcceptance] = {}
+    drafts: dict[str, DraftPrediction] = {}
 
 
 class Member(msgspec.Struct):
@@ -299,7 +288,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     floor_outcomes: for its answers in a second arithmetic, of the gates that compare with its own
         answers.
     ensemble: by numerics.
-    reference_drafts: acceptance of the reference's MTP head by workload.
+    reference_drafts: the same of the reference.
     verdict: judge.decision.judge_evaluation; absent in evaluations of version 0.1.0.
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
     blocking: reasons that forbid the verdict "keeps", such as a broken export.
@@ -329,7 +318,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     floor_outcomes: dict[str, str] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
-    reference_drafts: dict[str, DraftAcceptance] = {}
+    reference_drafts: dict[str, DraftPrediction] = {}
     checkpoint_files: ModelFiles | None = None
     reference_files: ModelFiles | None = None
     blocking: list[str] = []

@@ -36,11 +36,14 @@ from annie_quant.judge.sampling import (
     reference_notes,
     shortages,
 )
-from annie_quant.offline import decoding, ensemble, estimate
+from annie_quant.offline import ensemble, estimate
 from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
+from annie_quant.offline.draft_head import has_head
+from annie_quant.offline.draft_prediction import predict_drafts
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
+from annie_quant.offline.hidden_states import DraftedAnswer
 from annie_quant.offline.judging import (
     ReferenceAnswers,
     differing_answers,
@@ -385,25 +388,25 @@ def numerics_result(
 
 def reference_drafts(
     pair: ModelPair, answered: Sequence[Answered]
-) -> dict[str, documents.DraftAcceptance]:
-    """Return the acceptance of the bf16 reference's MTP head on its own answers."""
-    if not decoding.has_head(ModelFolder(pair.job.reference)):
+) -> dict[str, documents.DraftPrediction]:
+    """Return what drafts of the bf16 reference's MTP head give on its own answers."""
+    if not has_head(ModelFolder(pair.job.reference)):
         return {}
     return drafts_of(pair, pair.reference.engine(), pair.job.reference, answered)
 
 
 def drafts_of(
     pair: ModelPair, engine: Engine, folder: Path, answered: Sequence[Answered]
-) -> dict[str, documents.DraftAcceptance]:
-    """Return the acceptance of a model's MTP head by workload; empty without a head, or with one that the audit faults."""
+) -> dict[str, documents.DraftPrediction]:
+    """Return what drafts of a model's MTP head give by workload; empty without a head, or with one that the audit faults."""
     answers = [
-        decoding.Drafted(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
+        DraftedAnswer(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
         for r, completion in answered
     ]
     try:
-        return decoding.draft_acceptance(engine, ModelFolder(folder), answers)
+        return predict_drafts(engine, ModelFolder(folder), answers)
     except CheckpointError as error:
-        pair.progress.message(f"the MTP head is not measurements: {error}")
+        pair.progress.message(f"drafts are not predicted: {error}")
         return {}
 
 

@@ -36,7 +36,7 @@ class Measurement(Generic[Outcome]):
     outcomes: list[Outcome]
     kl: documents.KLSummary | None
     kl_conversations: documents.KLSummary | None
-    drafts: dict[str, documents.DraftAcceptance]
+    drafts: dict[str, documents.DraftPrediction]
     members: list[MemberOutcomes[Outcome]]
     figures: documents.EnsembleFigures | None
     seconds: float

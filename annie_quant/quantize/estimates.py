@@ -83,7 +83,9 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return the estimate as text."""
-        parts = " + ".join(f"{name} {_time(s)}" for name, s in self.seconds.items() if s >= 0.5)
+        parts = " + ".join(
+            f"{name} {format_seconds(s)}" for name, s in self.seconds.items() if s >= 0.5
+        )
         how = "one layer at a time" if self.layerwise else "the whole model in memory"
         smaller = ", ".join(
             s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy
@@ -96,12 +98,12 @@ class Estimate:
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
             *([f"  limits  {self.limits}"] if self.limits else []),
-            f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
+            f"  result  {format_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
             f"  decode  {decode_speed.describe(self.speed)}",
             *([f"  prefill {self.first_token}"] if self.first_token else []),
             *([f"  text    {self.text}"] if self.text else []),
-            f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
-            f"  time    about {_time(sum(self.seconds.values()))}"
+            f"  memory  about {format_bytes(self.peak_bytes)} ({how}) of {format_bytes(self.rates.memory)}: {fits}",
+            f"  time    about {format_seconds(sum(self.seconds.values()))}"
             + (f" ({parts})" if parts else ""),
             f"  rates   {self.rates.description}",
         ]
@@ -339,11 +341,11 @@ def size_of_folder(folder: Path) -> ModelSize:
     return ModelSize(folder.name, counts, layers, hidden, width)
 
 
-def _bytes(n: float) -> str:
+def format_bytes(n: float) -> str:
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
 
 
-def _time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

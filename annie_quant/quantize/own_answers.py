@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,10 @@ from annie_quant.offline.answers import (
     default_cache,
 )
 from annie_quant.offline.decoding import Completion, generate
+from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.loading import load
+from annie_quant.offline.profiles import find_profile
 from annie_quant.offline.prompts import ScoredAnswer, Template
 from annie_quant.quantize.backend import device_and_dtype
 
@@ -62,17 +65,22 @@ def own_answers(
     given: Sequence[ScoredAnswer],
     progress: Progress,
     cache: Path | None = None,
+    numerics: str | None = None,
+    keeps_cut: bool = False,
 ) -> OwnAnswers:
     """Return the model's own greedy answers to the prompts of `given`.
 
     They are stored by model, prompt and given answer, so that a killed run goes on and a further strategy finds them.
 
     cache: folder of the stored answers; None: annie_quant in XDG_CACHE_HOME.
+    numerics: profile whose arithmetic answers (profiles.py); None: the one that the checkpoint defines.
+    keeps_cut: an answer that does not end within the limit counts as far as it goes; else the given one stays.
     """
     _, dtype = device_and_dtype(ModelFolder(model))
     limit = max([_MAX_ANSWER_TOKENS, *(len(answer.target) for answer in given)])
     key = model_files(model).sha256[:16]
-    name = f"own-answers-{key}-{str(dtype).removeprefix('torch.')}.jsonl"
+    arithmetic = f"-{numerics}" if numerics else ""
+    name = f"own-answers-{key}-{str(dtype).removeprefix('torch.')}{arithmetic}.jsonl"
     store = AnswerCache((cache or default_cache()) / name)
     try:
         keys = [_answer_key(answer, limit, template.end_tokens) for answer in given]
@@ -80,7 +88,7 @@ def own_answers(
             key: answer for key, answer in zip(keys, given, strict=True) if key not in store.answers
         }
         if missing:
-            _answer(model, template, missing, limit, store, progress)
+            _answer(model, template, missing, limit, store, progress, numerics)
         completions = [store.answers[key] for key in keys]
     finally:
         store.close()
@@ -90,7 +98,8 @@ def own_answers(
     for answer, completion in zip(given, completions, strict=True):
         if not completion.finished:
             n_endless += 1
-            answers.append(answer)
+            cut = replace(answer, target=tuple(completion.tokens))
+            answers.append(cut if keeps_cut else answer)
         elif completion.tokens == list(answer.target[:-1]):
             n_kept += 1
             answers.append(answer)
@@ -112,13 +121,16 @@ def _answer(
     limit: int,
     store: AnswerCache,
     progress: Progress,
+    numerics: str | None,
 ) -> None:
     """Add the own answers to the store."""
     device, dtype = device_and_dtype(ModelFolder(model))
     engine = Engine(load(model, dtype=dtype, device=str(device)))
     answer = partial(_complete, engine, template, limit)
-    store.complete(missing, answer, progress, "the model's own answers")
-    del answer, engine
+    served = emulate(engine.model, find_profile(numerics)) if numerics else nullcontext()
+    with served:
+        store.complete(missing, answer, progress, "the model's own answers")
+    del answer, engine, served
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,10 +1,11 @@
-"""Acceptance of an MTP head's drafts: against models whose answers are known, and transformers' own layer."""
+"""An MTP head and the prediction of its drafts: against transformers' own layer, a server's loop, and known answers."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,16 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import offline, quantize, runtime  # noqa: E402
 from annie_quant.checkpoint import ModelFolder  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline.decoding import Drafted, DraftHead, draft_acceptance, spread_answers  # noqa: E402
+from annie_quant.offline.draft_head import DraftHead, DraftInputs  # noqa: E402
+from annie_quant.offline.draft_prediction import (  # noqa: E402
+    predict_drafts,
+    predictions,
+    right_drafts,
+    simulate,
+    spread_answers,
+)
 from annie_quant.offline.engine import Engine  # noqa: E402
+from annie_quant.offline.hidden_states import DraftedAnswer, answer_states  # noqa: E402
 
 ZERO = (
     "o_proj.weight",
@@ -68,27 +77,102 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def served_drafts(model: Any, fc: Any, ids: Any, t: int, steps: int) -> list[Any]:
+    """Return the draft logits of each step after position t, as a server computes them one after the other.
+
+    Its sequence is that of all verified pairs, then of the head's own states. The layer is the model's layer 3, and the norms are
+    copies of the model's last one. transformers computes it with eager attention and an explicit mask.
+    """
+    text = model.model
+    hidden = text(ids[None]).last_hidden_state[0, : t + 1]
+    model.config._attn_implementation = "eager"
+    tokens = ids[1 : t + 2]
+    logits = []
+    for step in range(1, steps + 1):
+        both = torch.cat([text.norm(text.embed_tokens(tokens)), text.norm(hidden)], -1)
+        x = (both @ fc.T)[None]
+        n = len(tokens)
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        positions = text.rotary_emb(x, torch.arange(n)[None])
+        x = text.layers[3](x, position_embeddings=positions, attention_mask=mask)
+        state = text.norm((x[0] if isinstance(x, tuple) else x)[:, -1])
+        hidden = torch.cat([hidden, state.reshape(1, -1)])
+        tokens = torch.cat([tokens, ids[t + 1 + step : t + 2 + step]])
+        logits.append(model.lm_head(state).flatten())
+    model.config._attn_implementation = "sdpa"
+    return logits
+
+
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
-def test_the_head_computes_what_transformers_layer_computes(
+def test_the_head_computes_what_a_server_computes_step_by_step(
     home: Path, tmp_path: Path, kind: str
 ) -> None:
-    """Its layer is the model's own layer 3: transformers computes it with eager attention and an explicit mask."""
     folder = with_head(home / kind, tmp_path / "model", "both", bigram=False)
     model = offline.load(folder, dtype=torch.float32)
     ids = torch.randint(3, 200, (12,), generator=torch.Generator().manual_seed(2))
-    text, n = model.model, len(ids) - 1
+    fc = load_file(folder / "model.safetensors")["mtp.fc.weight"].float()
+    head = DraftHead(ModelFolder(folder), model)
     with torch.inference_mode():
-        hidden = text(ids[None]).last_hidden_state[0]
-        ours = DraftHead(ModelFolder(folder), model)(hidden[:-1], ids[1:])
-        norm = text.norm  # the head's norms are copies of it
-        both = torch.cat([norm(text.embed_tokens(ids[1:])), norm(hidden[:-1])], -1)
-        x = (both @ load_file(folder / "model.safetensors")["mtp.fc.weight"].float().T)[None]
-        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
-        model.config._attn_implementation = "eager"
-        positions = text.rotary_emb(x, torch.arange(n)[None])
-        x = text.layers[3](x, position_embeddings=positions, attention_mask=mask)
-        expected = model.lm_head(norm(x[0] if isinstance(x, tuple) else x))[0]
-    assert float((ours - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+        hidden = model.model(ids[None]).last_hidden_state
+        prefix = DraftInputs(hidden[:, 3:8], ids[None, 4:], 2, hidden[0, :3], ids[1:4])
+        for inputs, begin in ((DraftInputs(hidden[:, :8], ids[None, 1:], 5), 0), (prefix, 3)):
+            states = head(inputs, 3)
+            for t in (5, 6, 7):
+                for step, expected in enumerate(served_drafts(model, fc, ids, t, 3)):
+                    ours = model.lm_head(states[step])[0, t - begin - inputs.first]
+                    assert float((ours - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
+def test_shared_prefixes_do_not_change_which_drafts_are_right(home: Path, tmp_path: Path) -> None:
+    """Three answers after one prompt, and one after another: as each alone, and by a server's loop."""
+    folder = with_head(home / "dense", tmp_path / "model", "embedding", bigram=False)
+    model = offline.load(folder, dtype=torch.float32)
+    engine = Engine(model)
+    head = DraftHead(ModelFolder(folder), model)
+    generator = torch.Generator().manual_seed(3)
+    prefix = torch.randint(3, 199, (600,), generator=generator).tolist()
+    prompts = [prefix + [7 + i] * (i + 1) for i in range(3)] + [[199, 8, 7]]
+    answers = []
+    for prompt in prompts:
+        tokens: list[int] = []
+        while len(tokens) < 8:
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *tokens]])).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        answers.append(DraftedAnswer("x", prompt, tokens))
+    together: dict[int, list[int]] = {}
+    shared = set()
+    for states in answer_states(engine, answers):
+        shared.add(len(states.prefix_ids))
+        together |= zip(states.rows, right_drafts(engine, head, states, 3), strict=True)
+    assert max(shared) == 600
+    fc = load_file(folder / "model.safetensors")["mtp.fc.weight"].float()
+    for i, answer in enumerate(answers):
+        (alone,) = answer_states(engine, [answer])
+        (run,) = right_drafts(engine, head, alone, 3)
+        assert together[i] == run
+        ids = torch.tensor(answer.tokens)
+        for at in (0, 3):
+            with torch.inference_mode():
+                drafts = served_drafts(model, fc, ids, len(answer.prompt) + at - 1, 3)
+            right = [int(d.argmax()) == answer.answer[at + 1 + k] for k, d in enumerate(drafts)]
+            assert run[at] == [*right, False].index(False)
+
+
+def test_steps_are_those_of_a_server_that_goes_on_after_the_first_wrong_draft() -> None:
+    """Drafts 1 and 2 are right after the first token, then none, then one."""
+    steps = simulate([2, 9, 9, 0, 1, 0, 0], 2)
+    assert [tuple(step) for step in steps] == [(2, 2, 3), (2, 0, 1), (2, 1, 2)]
+    (row,) = predictions(["x"], [[2, 9, 9, 0, 1, 0, 0]], 2).values()
+    two = row.of(2)
+    assert two.tokens_per_step.value == 2
+    assert [share.value for share in two.accepted] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_drafts_after_the_end_of_an_answer_do_not_count() -> None:
+    """All drafts are right: the last step of six tokens after the first has two left of three."""
+    steps = simulate([6, 5, 4, 3, 2, 1, 0], 3)
+    assert [tuple(step) for step in steps] == [(3, 3, 4), (2, 2, 2)]
 
 
 @pytest.mark.parametrize(("fc", "share"), [("embedding", 1.0), ("hidden", 0.1), ("nothing", 0.1)])
@@ -107,26 +191,31 @@ def test_acceptance_of_heads_with_known_drafts(
         if len(set(answer)) == len(
             answer
         ):  # without a cycle, so that the token before is never the right draft
-            answers.append(Drafted("chains", prompt, answer))
+            answers.append(DraftedAnswer("chains", prompt, answer))
     assert len(answers) > 1
-    figures = draft_acceptance(Engine(model), ModelFolder(folder), answers)["chains"]
-    assert figures.n == 12 * len(answers)
-    assert figures.accepted == figures.n if share == 1 else figures.accepted <= share * figures.n
-    assert figures.low <= figures.accepted / figures.n <= figures.high
+    figures = predict_drafts(Engine(model), ModelFolder(folder), answers)["chains"]
+    assert figures.prompts == len(answers)
+    first = figures.of(1).accepted[0]
+    assert first.value == 1 if share == 1 else first.value <= share
+    assert first.low <= first.value <= first.high
+    steps = figures.of(1).steps
+    assert steps == 6 * len(answers) if share == 1 else steps > 10 * len(answers)
 
 
 def test_a_checkpoint_without_a_head_has_no_figures(home: Path) -> None:
     model = offline.load(home / "dense", dtype=torch.float32)
     assert (
-        draft_acceptance(Engine(model), ModelFolder(home / "dense"), [Drafted("x", [1, 2], [3, 4])])
+        predict_drafts(
+            Engine(model), ModelFolder(home / "dense"), [DraftedAnswer("x", [1, 2], [3, 4])]
+        )
         == {}
     )
 
 
 def test_answers_are_spread_and_bounded() -> None:
-    answers = [Drafted(w, [1], [i] * k) for w in "ab" for i in range(100) for k in (1, 2)]
+    answers = [DraftedAnswer(w, [1], [i] * k) for w in "ab" for i in range(100) for k in (1, 2)]
     chosen = spread_answers(answers)
-    assert [sum(a.workload == w for a in chosen) for w in "ab"] == [32, 32]
+    assert [sum(a.kind == w for a in chosen) for w in "ab"] == [64, 64]
     assert all(len(a.answer) == 2 for a in chosen) and max(a.answer[0] for a in chosen) > 90
 
 
@@ -152,9 +241,7 @@ def test_the_evaluation_of_a_mixture_reports_acceptance(
     result = runtime.evaluate(tmp_path / "nvfp4", source, **arguments, with_ensemble=merged)
     side = result["numerics"]["w4a16"]
     assert side["kl"]["n_tokens"] > 0 and set(side["gates"]) >= {"non_empty", "no_markdown"}
-    assert (
-        side["drafts"]["sums"]["n"] > 0
-        and side["drafts"]["sums"]["accepted"] == side["drafts"]["sums"]["n"]
-    )
-    assert result["reference_drafts"]["sums"]["accepted"] == result["reference_drafts"]["sums"]["n"]
+    for drafts in (side["drafts"]["sums"], result["reference_drafts"]["sums"]):
+        assert drafts["by_drafts"][0]["steps"] > 0
+        assert drafts["by_drafts"][0]["accepted"][0]["value"] == 1
     assert bool(result.get("members")) == merged

@@ -1,0 +1,169 @@
+"""Predict how many tokens per second drafts give, and how many of them are best.
+
+    tokens per second = tokens per step / (V(n + 1) + n * d)
+
+    V(M): a step of the model that verifies M tokens (decode_speed.py). Its weights are read once, a mixture's experts E in part:
+          M tokens read E * (1 - (1 - k / E)^M) of them
+    d: a draft = (bytes of the head's layer + bytes of the output layer) / bandwidth + the launches of two layers
+
+Tokens per step depend on weights and prompts alone (offline/draft_prediction.py), seconds per step
+on the machine, the server and the formats. A draft reads the whole output layer, so that layer's
+format decides more than the head's. Where n = 0 is fastest, drafts are better off. A server on a
+processor has no prediction, but two measured numbers of drafts give its constants (fit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.decode_speed import TokenBytes, token_bytes
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import is_tied
+from annie_quant.core.files import read_whole_json
+from annie_quant.documents import Device
+from annie_quant.documents.drafts import DRAFTS_FILE, DraftPrediction, TunedHead
+from annie_quant.documents.reading import convert
+
+DRAFT_LAYERS = 2  # whose launches a draft costs: the head's layer, and its output layer with the choice of a token
+
+
+class StepTimes(Protocol):
+    """Seconds of a server's steps."""
+
+    def seconds(self, drafts: int) -> float:
+        """Return the seconds of a step with so many drafts."""
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """What the steps of a server on a GPU read, and the GPU.
+
+    experts: bytes of all routed experts. active: share of them that a token passes.
+    layer, output: bytes of the head's layer with its input product, and of the output layer.
+    """
+
+    device: Device
+    read: TokenBytes
+    experts: float
+    active: float
+    layer: float
+    output: float
+
+    def seconds(self, drafts: int) -> float:
+        """Return the seconds of a step with so many drafts."""
+        passed = 1 - (1 - self.active) ** (drafts + 1)
+        further = self.experts * (passed - self.active)
+        verify_s = 1 / decode_speed.tok_s(self.read, self.device)
+        verify_s += further / self.device.read_bytes_s
+        return verify_s + drafts * self.draft_s
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds of one draft."""
+        read_s = (self.layer + self.output) / self.device.read_bytes_s
+        return read_s + DRAFT_LAYERS * self.device.layer_s
+
+
+@dataclass(frozen=True)
+class FittedSteps:
+    """Steps of a server that was measured. plain_s: without drafts. first_s, draft_s: with drafts, T(n) = first_s + n * draft_s."""
+
+    plain_s: float
+    first_s: float
+    draft_s: float
+
+    def seconds(self, drafts: int) -> float:
+        """Return the seconds of a step with so many drafts."""
+        return self.first_s + drafts * self.draft_s if drafts else self.plain_s
+
+
+def fit(seconds: Mapping[int, float]) -> FittedSteps:
+    """Return the steps of a measured server. seconds: drafts → seconds per step, for 0 and two further numbers at least."""
+    counts = [n for n in seconds if n]
+    slope, first = np.polyfit(counts, [seconds[n] for n in counts], 1)
+    return FittedSteps(seconds[0], float(first), float(slope))
+
+
+def costs_of(folder: ModelFolder, device: Device | None = None) -> DraftCosts:
+    """Return the costs of a model folder's steps. device: see decode_speed.speed_of."""
+    family = folder.family
+    experts = family.experts
+    share = folder.active_share
+    output_name = "embed_tokens." if is_tied(folder) else "lm_head."
+    layer = 0.0
+    output = 0
+    routed = 0
+    for name in folder:
+        size = folder.info(name).size_bytes
+        is_routed = experts is not None and experts.contain(name)
+        if family.in_mtp(name):
+            layer += size * (share if is_routed else 1.0)
+        elif is_routed:
+            routed += size
+        elif output_name in name:
+            output += size
+    device = device or decode_speed.default_device()
+    return DraftCosts(device, token_bytes(folder), routed, share, layer, output)
+
+
+@dataclass(frozen=True)
+class DraftSpeed:
+    """Tokens per second by drafts per step, from 0 on."""
+
+    tok_s: tuple[float, ...]
+
+    @property
+    def best(self) -> int:
+        """The number of drafts per step that is fastest."""
+        return max(range(len(self.tok_s)), key=lambda n: self.tok_s[n])
+
+
+def speed_of(prediction: DraftPrediction, times: StepTimes) -> DraftSpeed:
+    """Return the predicted speed for one kind of prompt."""
+    with_drafts = (
+        steps.tokens_per_step.value / times.seconds(steps.drafts) for steps in prediction.by_drafts
+    )
+    return DraftSpeed((1 / times.seconds(0), *with_drafts))
+
+
+def describe(kind: str, prediction: DraftPrediction, times: StepTimes | None) -> str:
+    """Return the prediction for one kind of prompt as one line. times: None where no speed is known."""
+    if times is None:
+        return f"drafts, {kind}: {_accepted(prediction, 3)}"
+    speed = speed_of(prediction, times)
+    best = speed.best
+    if best == 0:
+        rate = speed.tok_s[1]
+        off = f"drafts, {kind}: off: {speed.tok_s[0]:,.3g} tok/s without, {rate:,.3g} with one"
+        return f"{off} ({_accepted(prediction, 1)})"
+    rates = f"{speed.tok_s[best]:,.3g} tok/s against {speed.tok_s[0]:,.3g} without"
+    return f"drafts, {kind}: {best} per step, about {rates}: {_accepted(prediction, best)}"
+
+
+def _accepted(prediction: DraftPrediction, drafts: int) -> str:
+    steps = prediction.of(drafts)
+    tokens = steps.tokens_per_step
+    shares = " ".join(f"{100 * share.value:.0f}" for share in steps.accepted)
+    interval = f"{tokens.value:.2f} ({tokens.low:.2f} to {tokens.high:.2f})"
+    return f"{interval} tokens per step, {shares} % accepted, {prediction.prompts} prompts"
+
+
+def read_tuned_head(folder: ModelFolder) -> TunedHead | None:
+    """Return what `annie-quant draft` stored in a folder; None without such a file."""
+    document = read_whole_json(folder.path / DRAFTS_FILE)
+    return convert(TunedHead, document, DRAFTS_FILE) if document is not None else None
+
+
+def describe_folder(folder: ModelFolder, device: Device | None = None) -> list[str]:
+    """Return the predictions that are stored in a folder as lines, "all" prompts first; [] where none are."""
+    tuned = read_tuned_head(folder)
+    if tuned is None:
+        return []
+    costs = costs_of(folder, device)
+    kinds = sorted(tuned.after, key=lambda kind: (kind != "all", kind))
+    return [describe(kind, tuned.after[kind], costs) for kind in kinds]

@@ -5,9 +5,9 @@ of token t+1, and drafts token t+2: norm(layer(fc([norm(embedding), norm(hidden)
 further step reads the head's own normed output and the embedding of the draft before, one position later.
 
 Servers compute the keys of verified tokens in step 1, from the model's hidden states, and replace those of earlier drafts. So a
-query of step k at position t sees the keys of step 1 up to t, and its own keys of steps 2 to k. A draft counts only where all drafts
-before it were right, so the true tokens are its inputs. Order, normed state and keys are those of vLLM's qwen3_5_mtp.py and
-llm_base_proposer.py, and of llama.cpp's qwen35.cpp; llama.cpp pairs the first token with a zero hidden state in addition.
+query of step k at position t sees the keys of step 1 up to t, and its own keys of steps 2 to k. A draft counts only where all
+drafts before it were right, so the true tokens are its inputs. Order, normed state and keys are those of vLLM's qwen3_5_mtp.py and
+llm_base_proposer.py, and of llama.cpp's qwen35.cpp.
 
 The head's weights are the checkpoint's, dequantized; its activations are not rounded.
 """

@@ -119,8 +119,11 @@ def predictions(
 
 def prediction(runs: Sequence[Sequence[int]], drafts: int) -> DraftPrediction:
     """Return the prediction for answers. runs: as in simulate."""
-    steps = [steps_of([simulate(run, n) for run in runs], n) for n in range(1, drafts + 1)]
-    return DraftPrediction(len(runs), steps)
+    by_drafts = []
+    for n in range(1, drafts + 1):
+        answers = [simulate(run, n) for run in runs]
+        by_drafts.append(steps_of(answers, n))
+    return DraftPrediction(len(runs), by_drafts)
 
 
 def steps_of(answers: Sequence[Sequence[Step]], drafts: int) -> DraftSteps:
@@ -140,8 +143,13 @@ def steps_of(answers: Sequence[Sequence[Step]], drafts: int) -> DraftSteps:
 
 def _counts(steps: Sequence[Step], drafts: int) -> list[int]:
     """Return steps, tokens, then per draft how often it could count, then per draft how often it was accepted."""
-    offered = [sum(step.offered >= k for step in steps) for k in range(1, drafts + 1)]
-    accepted = [sum(step.accepted >= k for step in steps) for k in range(1, drafts + 1)]
+    offered = [0] * drafts
+    accepted = [0] * drafts
+    for step in steps:
+        for k in range(step.offered):
+            offered[k] += 1
+        for k in range(step.accepted):
+            accepted[k] += 1
     return [len(steps), sum(step.tokens for step in steps), *offered, *accepted]
 
 

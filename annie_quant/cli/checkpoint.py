@@ -292,7 +292,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     reference; 0 if it keeps what the reference does, or n cannot decide.
     """
     quiet_engines()
-    from annie_quant.checkpoint import decode_speed
+    from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
     from annie_quant.data.rows import check_calibration, read_conversations
     from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
@@ -327,17 +327,20 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         result = evaluation.run(job, step, console.note)
     speed = decode_speed.predict_if_readable(job.checkpoint)
     if options.as_json:
-        emit(
-            result.to_dict()
-            | {"notes": [*job.faults, *result.notes], "predicted": msgspec.to_builtins(speed)}
-        )
+        ttft = first_token.predict_folder(ModelFolder(job.checkpoint)) if speed else None
+        more = {
+            "notes": [*job.faults, *result.notes],
+            "predicted": speed,
+            "predicted_first_token": ttft,
+        }
+        emit(result.to_dict() | msgspec.to_builtins(more))
     else:
         console.print_lines(tables.evaluation_lines(result, job.checkpoint.name, console.width))
-        for line in (
-            *result.notes,
-            *_summary_lines(result),
-            *([decode_speed.describe(speed)] if speed else []),
-        ):
+        predicted = []
+        if speed:
+            predicted.append(decode_speed.describe(speed))
+            predicted.append(first_token.describe_folder(ModelFolder(job.checkpoint)))
+        for line in (*result.notes, *_summary_lines(result), *predicted):
             console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)

@@ -10,6 +10,7 @@ import msgspec
 
 from annie_quant.core.files import finite
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.documents.checkpoint import PredictedFirstToken
 from annie_quant.documents.drafts import DraftPrediction
 from annie_quant.documents.reading import SCHEMA_VERSION, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
@@ -390,6 +391,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     explained: further findings.
     read_bytes: bytes of weights that one decoded token reads.
     predicted_tok_s: decode speed of one stream on a GB10 (checkpoint/decode_speed.py).
+    predicted_first_token: time to the first token on a GB10 in vLLM (checkpoint/first_token.py).
     draws: further calibration draws.
     model_sha256: of the checkpoint (ModelFiles.sha256).
     loads: which servers load the checkpoint.
@@ -408,6 +410,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     bits_per_weight: float | None = None
     read_bytes: int | None = None
     predicted_tok_s: float | None = None
+    predicted_first_token: PredictedFirstToken | None = None
     audit: str | None = None
     loads: list[str] | None = None
     hardened: Hardened | None = None

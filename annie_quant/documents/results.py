@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import limited
-from annie_quant.documents.checkpoint import PredictedSpeed
+from annie_quant.documents.checkpoint import PredictedFirstToken, PredictedSpeed
 from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
 from annie_quant.documents.statistics import (
@@ -371,6 +371,7 @@ class ModelRow(msgspec.Struct, kw_only=True):
     """A model of the run: its format, its size on disk, the paths of its files, and their hash (ModelFiles.sha256).
 
     predicted: decode speed of one stream; None for a GGUF file.
+    first_token: predicted time to the first token; None for a GGUF file or without a rate.
     """
 
     name: str
@@ -379,6 +380,7 @@ class ModelRow(msgspec.Struct, kw_only=True):
     size_bytes: int | None = None
     bits_per_weight: float | None = None
     predicted: PredictedSpeed | None = None
+    first_token: PredictedFirstToken | None = None
     checkpoint: str = ""
     gguf: str = ""
     model_sha256: str = ""

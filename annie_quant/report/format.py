@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from annie_quant.documents import Outcome, Standing
+from annie_quant.documents import Outcome, PredictedFirstToken, Standing
 
 DASH = "—"
 SIGNS = {
@@ -71,6 +71,17 @@ def size(size_bytes: float | None) -> str:
         if size_bytes >= scale:
             return f"{significant(size_bytes / scale)}\u00a0{unit}"
     return f"{size_bytes:.0f}\u00a0B"
+
+
+def first_token(predicted: PredictedFirstToken | None) -> str:
+    """Return "279 (226 to 362) at 2,048 tokens, NVIDIA GB10"."""
+    if predicted is None:
+        return DASH
+    low = predicted.low_ms
+    high = predicted.high_ms
+    range_text = "" if low is None or high is None else f" ({count(low)} to {count(high)})"
+    where = f"{count(predicted.prompt_tokens)} tokens, {predicted.device}"
+    return f"{count(predicted.ms)}{range_text} at {where}"
 
 
 def p_value(value: float | None) -> str:

@@ -193,6 +193,7 @@ def side_by_side(run: LoadedRun) -> Table:
     add_model_row("size on disk", lambda m: Cell(format.size(m.size_bytes), key=f"size|{m.name}"))
     add_model_row("bits per weight", _bits_cell)
     add_model_row("decode, tok/s (predicted)", predicted_cell)
+    add_model_row("first token, ms (predicted)", lambda m: Cell(format.first_token(m.first_token)))
     _add_gates(table, run, columns, [gate for gate in run.gate_names if not is_change(gate)])
     longest = next(iter(run.workloads), "")
     if "long_response" in run.workloads:

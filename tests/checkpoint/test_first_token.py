@@ -231,3 +231,16 @@ def test_serve_prints_both_halves_of_the_speed_before_the_command(tmp_path) -> N
     assert shown.exit_code == 0
     assert "tok/s on NVIDIA GB10" in shown.output
     assert "512 prompt tokens, vLLM on NVIDIA GB10; FLOPs of the linears w4a16 100%" in shown.output
+
+
+def test_eval_prints_and_emits_both_halves_of_the_speed(tmp_path) -> None:
+    quantize.run("direct", TINY_ANNIE, tmp_path / "x")
+    command = ["eval", str(tmp_path / "x"), "--reference", str(TINY_ANNIE), "--n", "1"]
+    command += ["--workloads", "factual", "--quick"]
+    shown = CliRunner().invoke(cli, command)
+    assert "tok/s on NVIDIA GB10" in shown.output
+    assert "first token after about" in shown.output
+    emitted = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout)
+    first = emitted["predicted_first_token"]
+    assert emitted["predicted"]["device"] == first["device"] == "NVIDIA GB10"
+    assert first["low_ms"] < first["ms"] < first["high_ms"] and first["prompt_tokens"] == 2048

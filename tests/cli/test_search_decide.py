@@ -23,6 +23,7 @@ from annie_quant.documents import (
     KLSummary,
     NumericsResult,
     PairedGate,
+    PredictedFirstToken,
     SameAnswers,
     SearchResult,
     StrategyRow,
@@ -325,6 +326,10 @@ def search_tables(tmp_path, monkeypatch, tables, every=False, required=()):
     def measure_size(self, row):
         row.model_sha256 = (tables[row.strategy] or {}).get("sha256", "")
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
+        row.predicted_first_token = PredictedFirstToken(
+            device="GB10", server="vllm", prompt_tokens=2048, cached_tokens=0, ms=279.4,
+            low_ms=226.1, high_ms=363.0,
+        )  # fmt: skip
 
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
     monkeypatch.setattr(search_diagnosis, "hardened", lambda *a: None)
@@ -358,6 +363,7 @@ def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_pat
         "infeasible",
         "tool calls lost 60 and won 0 of 100",
         "99/100 ✓ (-1.0: -4.4 to +1.7)",
+        "| 279 (226 to 363) at 2",
     ):
         assert part in page, part
     everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)

@@ -46,6 +46,23 @@ def test_a_whole_run_misses_nothing(whole, tmp_path):
     assert "Not in this run" not in text and "Not in this run" not in files["report.md"]
 
 
+def test_a_model_has_both_halves_of_its_predicted_speed(whole, tmp_path):
+    def predicted(document):
+        row = document["aggregates"]["models"][1]
+        row["predicted"] = {"device": "NVIDIA GB10", "read_bytes": 1, "tok_s": 41.5}
+        first_token = {"device": "NVIDIA GB10", "server": "vllm", "ms": 278.6}
+        sizes = {"prompt_tokens": 512, "cached_tokens": 0, "low_ms": 226.2, "high_ms": 362.4}
+        row["first_token"] = first_token | sizes
+        return document
+
+    files, text = variant(whole, tmp_path, predicted)
+    for page in (files["report.md"], text):
+        assert "decode, tok/s (predicted)" in page and "first token, ms (predicted)" in page
+        assert "279 (226 to 362) at 512 tokens, NVIDIA GB10" in page
+    _, plain = variant(whole, tmp_path, lambda document: document)
+    assert "first token, ms (predicted)" not in plain
+
+
 def test_both_pages_explain_why_the_verdicts_times_differ_from_the_tables(whole, tmp_path):
     files, text = variant(whole, tmp_path, lambda d: d)
     assert all(

@@ -20,6 +20,7 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.first_token import predict_folder
 from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
@@ -277,6 +278,7 @@ class Demo:
             size_bytes=gguf.stat().st_size if from_gguf else weight_bytes(folder),
             bits_per_weight=size.bits_per_weight,
             predicted=None if from_gguf else decode_speed.predict(checkpoint.ModelFolder(folder)),
+            first_token=None if from_gguf else predict_folder(checkpoint.ModelFolder(folder)),
             checkpoint=str(folder),
             gguf=str(gguf) if name in BACKENDS else "",
             model_sha256=model_sha256(folder),

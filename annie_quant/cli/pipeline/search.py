@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from annie_quant import __version__, documents, judge
-from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli.pipeline import SearchSettings, search_text
@@ -236,9 +236,11 @@ class Search:
         size = folder_size(shards)
         row.size_bytes = size.size_bytes
         row.bits_per_weight = size.bits_per_weight
-        speed = decode_speed.predict(shards, decode_speed.DEVICES["gb10"])
+        gb10 = decode_speed.DEVICES["gb10"]
+        speed = decode_speed.predict(shards, gb10)
         row.read_bytes = speed.read_bytes
         row.predicted_tok_s = speed.tok_s
+        row.predicted_first_token = first_token.predict_folder(shards, device=gb10)
 
     def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

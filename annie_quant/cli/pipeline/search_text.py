@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from annie_quant import documents
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge.decision.wording import points, title
+from annie_quant.report import format
 
 QUICK_S = 90.0  # up to here a time is in seconds
 _MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
@@ -28,6 +29,7 @@ def page(result: documents.SearchResult) -> str:
         models=models,
         title=title,
         points=points,
+        first_token=format.first_token,
         marks=_MARKS,
         gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
         failed=[row for row in result.strategies if not row.passed],

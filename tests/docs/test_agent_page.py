@@ -57,6 +57,7 @@ def test_a_command_runs(line, tmp_path, monkeypatch):
 
 def test_the_page_has_a_command_for_each_workload():
     for name in (
+        "first_token",
         "depth_64k",
         "prefix_hit",
         "agent_loop",

@@ -268,6 +268,26 @@ def test_a_budget_is_a_limit_of_best_and_its_measurements_are_shared(tmp_path, m
     assert "min_tps" not in plain
 
 
+def test_other_answers_make_the_checkpoints_again(tmp_path, monkeypatch):
+    answers = []
+
+    def run(strategy, model, output, **settings):
+        answers.append(settings["answers"])
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.json").write_text("{}")
+        return SimpleNamespace(size_bytes=1, source_bytes=2)
+
+    monkeypatch.setattr(quantize, "run", run)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
+    for source in ("own", "own", "given"):
+        directory = RunDirectory(tmp_path / "run")
+        Stages(directory, TINY_ANNIE, rows, 4, SilentConsole(), answers=source).quantize("gptq")
+    assert answers == ["own", "given"]
+
+
 class FakeStages:
     """Stages without models. tables: strategy → {"smoke"?, "all": {numerics: {gate: (passes, n)}}}; None: it cannot be made."""
 

@@ -21,7 +21,7 @@ class Estimated:
     """The fields of an estimate that a plan reads."""
 
     def __init__(self, peak_bytes: float) -> None:
-        self.seconds = {"start": 8.0, "text": 100.0, "columns": 12.0}
+        self.seconds = {"start": 8.0, "text": 100.0, "columns": 12.0, "own answers": 40.0}
         self.peak_bytes = peak_bytes
 
 
@@ -45,12 +45,13 @@ def test_budgets_share_the_text_and_the_sum_is_of_all_rows(
         monkeypatch, ["best", "best@1", "gptq", "naive"], tmp_path
     )
     assert reference.endswith(" 60 s")
-    assert "quantize 2.0 minutes, evaluate 30 s" in first and "DOES NOT FIT" in first
+    assert "quantize 2.7 minutes, evaluate 30 s" in first and "DOES NOT FIT" in first
     assert budget.startswith("best@1") and "quantize 12 s" in budget
     assert "memory 2.00" in gptq and "FIT" not in gptq  # the evaluation needs more than gptq
+    assert "quantize 2.0 minutes" in gptq, "the model's own answers are stored by then"
     assert naive.endswith("cannot be made: naive needs more text")
-    # 60 + (120 + 30) + (12 + 30) + (120 + 30) seconds, and 60 + 150 for the first alone
-    assert total.startswith("at most 6.7 minutes in all, 3.5 minutes if the first one")
+    # 60 + (160 + 30) + (12 + 30) + (120 + 30) seconds, and 60 + 190 for the first alone
+    assert total.startswith("at most 7.4 minutes in all, 4.2 minutes if the first one")
     assert not (tmp_path / "run").exists()
 
 

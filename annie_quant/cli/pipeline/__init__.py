@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -27,6 +27,7 @@ class SearchSettings:
         seeds: Calibration draws in which a strategy must keep.
         samples: Conversations to calibrate with.
         calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context.
+        answers: own: the model answers the conversations' prompts itself, once for all strategies; given: the file's answers.
         anyway: Continue with a model that lacks the manners in bf16.
         dry_run: Print the time and memory of each strategy and their sum, and stop.
     """
@@ -48,6 +49,7 @@ class SearchSettings:
     seeds: Annotated[int, opt.at_least(1)] = 1
     samples: Annotated[int, opt.at_least(1), Parameter(name="--calib-samples")] = 128
     calib_tokens: Annotated[int | None, opt.at_least(1)] = None
+    answers: Literal["own", "given"] = "own"
     allow_prompt_mismatch: AllowMismatch = False
     anyway: bool = False
     dry_run: bool = False

@@ -67,6 +67,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
             console,
             work,
             settings.calib_tokens,
+            settings.answers,
         )
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,12 @@ from annie_quant.judge import Workload
 from annie_quant.judge.decision import looks
 from annie_quant.quantize import estimates
 from annie_quant.quantize.rates import Rates, measure_rates
+from annie_quant.quantize.strategies import find
 from annie_quant.report.format import size
 
-SHARED_STEPS = ("start", "text")  # of Estimate.seconds: what the budgets of a strategy share
+# Steps of Estimate.seconds that are done once: for all budgets of a strategy, and for all strategies.
+STEPS_OF_STRATEGY = ("start", "text")
+STEPS_OF_SEARCH = ("own answers",)
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,17 @@ def dry_run(
     evaluation = estimate_evaluation(settings, workloads)
     rows = []
     measured = set[str]()
+    answered = False
     for name in order:
         progress.message(name)
         strategy, _ = with_budget(name)
-        rows.append(plan_strategy(settings, name, rates, evaluation, strategy in measured))
+        done = STEPS_OF_STRATEGY if strategy in measured else ()
+        if answered:
+            done += STEPS_OF_SEARCH
+        row = plan_strategy(settings, name, rates, evaluation, done)
+        rows.append(row)
         measured.add(strategy)
+        answered |= find(strategy).cost.reads_answers and not row.fault
     return plan_lines(rows, evaluation, rates)
 
 
@@ -76,9 +85,9 @@ def plan_strategy(
     name: str,
     rates: Rates,
     evaluation: EvaluationEstimate,
-    is_measured: bool,
+    done: Collection[str] = (),
 ) -> PlannedStrategy:
-    """Return what one strategy takes. is_measured: an earlier budget of it has run the calibration text."""
+    """Return what one strategy takes. done: steps that an earlier one has done."""
     strategy, _ = with_budget(name)
     try:
         estimate = estimates.estimate(
@@ -88,12 +97,11 @@ def plan_strategy(
             rates=rates,
             calib_data=settings.calib_data,
             calib_tokens=settings.calib_tokens,
+            answers=settings.answers,
         )
     except AnnieError as error:
         return PlannedStrategy(name, fault=error.message)
-    steps = dict(estimate.seconds)
-    if is_measured:
-        steps = {step: s for step, s in steps.items() if step not in SHARED_STEPS}
+    steps = {step: s for step, s in estimate.seconds.items() if step not in done}
     return PlannedStrategy(
         name,
         quantize_s=settings.seeds * sum(steps.values()),

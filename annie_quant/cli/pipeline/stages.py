@@ -38,6 +38,7 @@ from annie_quant.judge import Workload
 from annie_quant.judge.decision import FAILING
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.ops import llama_cpp, server
+from annie_quant.quantize.strategy import AnswerSource
 
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
@@ -79,6 +80,7 @@ class Stages:
     """The stages of one model in one run directory.
 
     calib_tokens: tokens of a conversation at most; None: the model's context.
+    answers: what strategies that read answers are calibrated on (quantize.run).
     work: folder of the measurements that several budgets of a strategy share; None: they share none.
     rows: the stages so far, in order.
     """
@@ -92,6 +94,7 @@ class Stages:
         console: Console,
         work: Path | None = None,
         calib_tokens: int | None = None,
+        answers: AnswerSource = "own",
     ) -> None:
         self.dir = directory
         self.console = console
@@ -104,6 +107,7 @@ class Stages:
         }  # inputs of every stage
         self.rows: list[documents.Stage] = []
         self.calib_tokens = calib_tokens
+        self.answers: AnswerSource = answers
         self.work = work
 
     def stage(
@@ -159,7 +163,7 @@ class Stages:
     ) -> StageResult:
         """Quantize. strategy: with a budget or without one. chosen: the strategy's options that are not its defaults."""
         plain, budget = with_budget(strategy)
-        options = dict(chosen or {})
+        options: dict[str, Any] = {"answers": self.answers} | dict(chosen or {})
         if budget is not None:
             device = decode_speed.DEVICES["gb10"]
             read = decode_speed.token_bytes(ModelFolder(self.model), budget)
@@ -267,8 +271,9 @@ class Stages:
         return evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
 
     def data_inputs(self) -> dict[str, object]:
-        inputs = {"rows": self.samples, "text": self.text_key}
-        return inputs if self.calib_tokens is None else inputs | {"tokens": self.calib_tokens}
+        inputs: dict[str, object] = {"rows": self.samples, "text": self.text_key}
+        inputs |= {} if self.calib_tokens is None else {"tokens": self.calib_tokens}
+        return inputs | {"answers": self.answers}
 
 
 def with_budget(name: str) -> tuple[str, float | None]:

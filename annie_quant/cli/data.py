@@ -23,6 +23,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 
 FILE_OR_STDIN = Parameter(allow_leading_hyphen=True)  # - is stdin
+N_CONVERSATIONS = 500
 EXISTING = Parameter(validator=validators.Path(exists=True))
 MaskPersonal = Annotated[
     bool,
@@ -39,10 +40,13 @@ class DataOptions:
     Attributes:
         persona: A built-in persona or a JSON file.
         teacher: Writer of the answers: claude-cli, openai, offline.
-        n: Conversations, evenly over the persona's categories.
+        n: Conversations, evenly over the persona's categories, or with --behaviour prompts of each. Default: 500, or 40.
         seed: Of the offline teacher's draws.
         split: Purpose of the conversations; prompts of gates are excluded from the other two splits.
         apart_from: A file whose prompts are excluded; repeatable.
+        behaviour: Write prompts without answers, which the model gives before calibration: calls, "calls TOOL", "several
+            calls", "answers from a result", declines, talk, thinks; repeatable.
+        add_to: With --behaviour, the file whose conversations come first in --output.
         teacher_model: Model of the teacher. Default for claude-cli: claude-opus-4-6.
         url: Endpoint of --teacher openai. Default: OPENAI_BASE_URL.
         batch_size: Conversations per batch.
@@ -55,10 +59,12 @@ class DataOptions:
 
     persona: str = "annie"
     teacher: str = "offline"
-    n: int = 500
+    n: Annotated[int | None, opt.at_least(1)] = None
     seed: int = 0
     split: Literal["train", "calibration", "gate"] = "calibration"
     apart_from: Annotated[tuple[Path, ...], EXISTING] = ()
+    behaviour: tuple[str, ...] = ()
+    add_to: Annotated[Path | None, EXISTING] = None
     teacher_model: str | None = None
     url: str | None = None
     batch_size: int = 10
@@ -74,6 +80,11 @@ def data(options: DataOptions = DataOptions()) -> None:
     """Make conversations with a teacher, or validate existing ones. Exit code 1 if they are too few or not valid."""
     from annie_quant import data as conversations
 
+    if options.add_to is not None and not options.behaviour:
+        raise UsageError("--add-to takes the prompts of --behaviour", "--behaviour declines")
+    if options.behaviour:
+        _add_prompts(options)
+        return
     if options.check:
         who = conversations.load_persona(options.persona)
         rows = conversations.read_rows(options.output)
@@ -86,13 +97,13 @@ def data(options: DataOptions = DataOptions()) -> None:
         with console.task(f"conversations by {options.teacher}") as step:
             limits = (options.timeout, options.batch_size, options.max_budget_usd)
             result = conversations.generate(
+                n=N_CONVERSATIONS if options.n is None else options.n,
                 progress=step,
                 options=conversations.Options(options.teacher_model, options.url, *limits),
                 **keywords_of(
                     options,
                     "persona",
                     "teacher",
-                    "n",
                     "output",
                     "seed",
                     "split",
@@ -104,6 +115,24 @@ def data(options: DataOptions = DataOptions()) -> None:
         str(options.output), msgspec.to_builtins(result)
     )
     sys.exit(0 if result.ok else 1)
+
+
+def _add_prompts(options: DataOptions) -> None:
+    from annie_quant.data.behaviour_prompts import ADDED_PROMPTS, add_prompts
+
+    result = add_prompts(
+        options.persona,
+        options.behaviour,
+        n=ADDED_PROMPTS if options.n is None else options.n,
+        **keywords_of(options, "output", "add_to", "apart_from", "seed", "force"),
+    )
+    if options.as_json:
+        emit(result)
+        return
+    console.print_mapping(result.output, {"rows": result.rows, **result.added})
+    for name in result.short:
+        console.note(f"{name}: there are only {result.added[name]} new prompts")
+    console.note("their answers are missing: quantize and search let the model give them")
 
 
 @Parameter(name="*")

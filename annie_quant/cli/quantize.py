@@ -51,6 +51,8 @@ class QuantizeOptions:
         calib_tokens: Tokens of a conversation at most; longer ones are left out. Default: the model's context, or what memory
             allows.
         answers: own: the model answers the conversations' prompts itself, and is calibrated on that; given: the file's answers.
+        mixture: How much an answer counts by what it does: given (each once); gates or logs (as often as the persona's gates or
+            the logs have it); or factors, as "declines=2,calls=0.5".
         exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
@@ -76,6 +78,7 @@ class QuantizeOptions:
     calib_samples: Annotated[int, at_least(1)] = 512
     calib_tokens: Annotated[int | None, at_least(1)] = None
     answers: Literal["own", "given"] = "own"
+    mixture: str = "given"
     exclude_layers: str = ""
     scale: str | None = None
     kv_cache: str = "none"
@@ -103,6 +106,7 @@ _SETTINGS = (
     "calib_samples",
     "calib_tokens",
     "answers",
+    "mixture",
     "persona",
     "scale",
     "force",
@@ -116,6 +120,7 @@ def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
     quiet_engines()  # before the estimate imports transformers
     from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
+    from annie_quant.data import behaviours
     from annie_quant.data.rows import check_calibration
     from annie_quant.quantize import estimates, strategies
     from annie_quant.quantize.runner import exclude_patterns
@@ -137,6 +142,13 @@ def quantize(options: QuantizeOptions) -> None:
     prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
     if prompt != first_token.Prompt() and str(model) not in estimates.published_sizes():
         prompt.within(ModelFolder(model))
+    mixture = behaviours.GIVEN_MIXTURE
+    notes = []
+    data = options.calib_data
+    if data is not None:
+        compared = behaviours.compare(data, options.persona)
+        mixture = behaviours.mixture_of(options.mixture, compared)
+        notes = behaviours.notes_on(compared, data)
     if options.dry_run or estimates.is_large(model):
         with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
             estimate = estimates.estimate(
@@ -144,22 +156,25 @@ def quantize(options: QuantizeOptions) -> None:
                 strategy,
                 samples,
                 options=own,
-                calib_data=options.calib_data,
+                calib_data=data,
                 calib_tokens=options.calib_tokens,
                 device=device,
                 answers=options.answers,
                 prompt=prompt,
                 exclude=exclude_patterns(options.exclude_layers),
+                mixture=mixture,
             )
             for line in estimate.lines():
                 echo(line, err=not options.dry_run)
+    for note in notes:
+        console.note(note)
     if options.dry_run:
         for line in _adapter_lines(options):
             echo(line)
         return
-    for note in check_calibration(
-        options.calib_data, options.persona, options.allow_prompt_mismatch
-    ):
+    needs_answer = options.answers == "given"
+    allow = options.allow_prompt_mismatch
+    for note in check_calibration(data, options.persona, allow, needs_answer):
         console.note(note)
     with console.task(f"quantize ({strategy})") as step:
         settings = keywords_of(options, *_SETTINGS) | own

@@ -8,9 +8,10 @@ A row is a JSON object. `annie-quant data`, `data --check`, `init`, `quantize` a
 same rules:
 
     messages    list of {"role": "system" | "user" | "assistant" | "tool", "content": text}; required; the last is the
-                assistant's. An assistant message may have tool_calls: [{"function": {"name",
-                "arguments"}}] and then no content. Arguments are an object, or the same as a JSON
-                string, and fit the tool's JSON schema.
+                assistant's, except in prompts that the model answers itself (`quantize --answers own`).
+                An assistant message may have tool_calls: [{"function": {"name", "arguments"}}] and
+                then no content. Arguments are an object, or the same as a JSON string, and fit the
+                tool's JSON schema.
     tools       the OpenAI function tools that are offered in this row; without it, the persona's.
     category    optional; one of the persona's categories, which fixes the number of user turns and the tool to be called.
     thinking    optional: whether the answer was written with thinking on. default: false
@@ -108,6 +109,7 @@ MIN_TOOLS = 80 / 200  # of the conversations that should call one
 MAX_USER = 1000
 MAX_ANSWER = 800
 MAX_TOTAL = 8000
+PROMPT_TEACHER = "prompts"  # of rows without an answer (data/behaviour_prompts.py)
 ROW_ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -130,7 +132,8 @@ class ValidatedRows(msgspec.Struct):
 def faults(row: Row, persona: Persona | None = None) -> list[str]:
     """Return a description of each rule that a conversation breaks. persona: default: annie."""
     persona = persona or load_persona("annie")
-    result = form_faults(row, persona.tools)
+    teacher = teacher_of(row)
+    result = form_faults(row, persona.tools, needs_answer=teacher != PROMPT_TEACHER)
     if result and (
         not isinstance(row.get("messages"), list)
         or "unknown role" in result[0]
@@ -138,9 +141,8 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     ):
         return result
     messages = row["messages"]
-    teacher = teacher_of(row)
     # the limits of length are for what a teacher wrote
-    limited = teacher not in (None, "log", "model")
+    limited = teacher not in (None, "log", "model", PROMPT_TEACHER)
     other_prompt = (
         messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
     )
@@ -170,11 +172,14 @@ def teacher_of(row: Row) -> str | None:
     )
 
 
-def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
+def form_faults(
+    row: Row, tools: Sequence[Tool] | None = (), needs_answer: bool = True
+) -> list[str]:
     """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
 
     tools: on offer where the row names none. None: not known; calls of rows without tools are then
         not checked.
+    needs_answer: its last message must be the assistant's.
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -197,7 +202,7 @@ def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
                 result += _call_faults(call, schemas)
         elif role != "tool" and not text_of(message.get("content")).strip():
             result.append(f"a {role} message is empty")
-    if messages[-1]["role"] != "assistant":
+    if needs_answer and messages[-1]["role"] != "assistant":
         result.append("the last message is not the assistant's")
     return result
 
@@ -307,9 +312,12 @@ def validate(
     return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
 
 
-def form_report(rows: Iterable[Row], persona: Persona | None = None) -> str | None:
+def form_report(
+    rows: Iterable[Row], persona: Persona | None = None, needs_answer: bool = True
+) -> str | None:
     """Return one line about the rows whose form is invalid; None where all are valid."""
-    found = [form_faults(row, persona.tools if persona else None) for row in rows]
+    tools = persona.tools if persona else None
+    found = [form_faults(row, tools, needs_answer) for row in rows]
     counts = Counter(row_faults[0] for row_faults in found if row_faults)
     if not counts:
         return None

@@ -240,17 +240,21 @@ def check_prompt_hash(
 
 
 def check_calibration(
-    conversations: Path | None, persona: str | None = None, allow: bool = False
+    conversations: Path | None,
+    persona: str | None = None,
+    allow: bool = False,
+    needs_answer: bool = True,
 ) -> list[str]:
     """Return notes about a file of conversations: rows whose form is invalid, and with `allow` a stale system prompt.
 
+    needs_answer: prompts that the model has to answer first are invalid, too.
     Raises UsageError for a system prompt other than the served one, unless `allow`.
     """
     if conversations is None:
         return []
     rows = read_rows(conversations)
     notes = [check_prompt_hash(rows, persona, allow=allow)]
-    invalid = form_report(rows, load_persona(persona) if persona else None)
+    invalid = form_report(rows, load_persona(persona) if persona else None, needs_answer)
     if invalid:
         command = f"annie-quant data --check --persona {persona or 'FILE'} --output {conversations}"
         notes.append(f"{invalid} ({command})")

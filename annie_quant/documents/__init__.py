@@ -32,6 +32,7 @@ from annie_quant.documents.checkpoint import (
     AdapterRecord,
     Audit,
     AuditSummary,
+    Behaviour,
     CalibrationUse,
     Device,
     Finding,

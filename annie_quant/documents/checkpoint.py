@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -212,6 +213,40 @@ class FormatPlan(msgspec.Struct):
     groups: list[GroupCost] = []
 
 
+class Behaviour(msgspec.Struct, omit_defaults=True):
+    """What some answers do (data/behaviours.py), such as "calls NAME", "declines" or "talk".
+
+    answers: number of calibration answers that do it; "thinks" counts answers of all behaviours.
+    gates: number of the gates' prompts that ask for it.
+    logs: number of logged answers in the calibration file that do it.
+    weight: how much one of these answers counts, 1 on average.
+    """
+
+    name: str
+    answers: int = 0
+    gates: int = 0
+    logs: int = 0
+    weight: float = 1.0
+
+
+MAX_LISTED_WEIGHTS = 8  # in a line; of more, the extremes
+MAX_LISTED_TOOLS = 4  # in a line; of more, their number and the extremes
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """Return counts per behaviour as text, with the calls of many tools as one item."""
+    calls = {name: n for name, n in counts.items() if name.startswith("calls ") and n}
+    parts = [f"{n:,} {name}" for name, n in counts.items() if n and name not in calls]
+    if len(calls) > MAX_LISTED_TOOLS:
+        fewest = min(calls.values())
+        most = max(calls.values())
+        total = sum(calls.values())
+        parts.insert(0, f"{total:,} calls of {len(calls)} tools ({fewest:,} to {most:,} each)")
+    else:
+        parts = [*(f"{n:,} {name}" for name, n in calls.items()), *parts]
+    return ", ".join(parts) or "none"
+
+
 class CalibrationUse(msgspec.Struct):
     """Which of the calibration conversations were used.
 
@@ -226,6 +261,7 @@ class CalibrationUse(msgspec.Struct):
     own_answers: answers that the model gave itself; 0 where the file's are used.
     given_answers: answers of the file that stayed, because the model would give them itself.
     endless_answers: answers of the file that stayed, because the model's own did not end.
+    behaviours: what the answers that are used do, next to what gates ask for and logs show.
     left_out: why other conversations or answers were not used, with their number.
     """
 
@@ -241,6 +277,7 @@ class CalibrationUse(msgspec.Struct):
     own_answers: int = 0
     given_answers: int = 0
     endless_answers: int = 0
+    behaviours: list[Behaviour] = []
     left_out: list[str] = []
 
     def line(self) -> str:
@@ -261,6 +298,31 @@ class CalibrationUse(msgspec.Struct):
             parts.append(f"{self.endless_answers:,} as given, because its own does not end")
         if self.left_out:
             parts.append(f"left out: {', '.join(self.left_out)}")
+        return "; ".join(parts)
+
+    @property
+    def n_answers(self) -> int:
+        """Number of answers that are used."""
+        return sum(row.answers for row in self.behaviours if row.name != "thinks")
+
+    def behaviour_line(self) -> str:
+        """Return what the answers do as one line, such as "320 calls lookup, 40 declines; the gates: 120 calls lookup"."""
+        parts = [_counted({row.name: row.answers for row in self.behaviours})]
+        for source in ("gates", "logs"):
+            counts = {row.name: getattr(row, source) for row in self.behaviours}
+            if any(counts.values()):
+                parts.append(f"the {source}: {_counted(counts)}")
+        weights = {row.name: row.weight for row in self.behaviours if row.answers}
+        weights.pop("thinks", None)
+        if all(weight == 1 for weight in weights.values()):
+            return "; ".join(parts)
+        if len(weights) > MAX_LISTED_WEIGHTS:
+            low = min(weights.values())
+            high = max(weights.values())
+            parts.append(f"weights from {low:.2g} to {high:.2g}")
+        else:
+            named = [f"{name} {weight:.2g}" for name, weight in weights.items()]
+            parts.append(f"weights: {', '.join(named)}")
         return "; ".join(parts)
 
 
@@ -321,6 +383,7 @@ class Recipe(msgspec.Struct):
     frontier: the choice of formats under limits.
     calibration: which conversations were used; None where the strategy reads none.
     adapters: those that were merged into the base before it was quantized, the first one first.
+    mixture: how much each behaviour of their answers counted (--mixture).
     """
 
     version: str
@@ -339,6 +402,7 @@ class Recipe(msgspec.Struct):
     frontier: FormatPlan | None = None
     calibration: CalibrationUse | None = None
     adapters: list[MergedAdapter] = []
+    mixture: str = "given"
 
 
 # ---- decoding speed: a machine's measured rates, and a prediction for a model

@@ -200,12 +200,17 @@ class ScoredAnswer:
     """An answer whose tokens (target) are scored after a prompt.
 
     category: workload, or conversation category.
+    target: empty for a prompt that has no answer yet.
+    after_result: it follows what a tool returned.
+    offered: tools are on offer.
     """
 
     category: str
     prompt: tuple[int, ...]
     target: tuple[int, ...]
     thinking: bool = False
+    after_result: bool = False
+    offered: bool = False
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -345,6 +350,12 @@ class Template:
             reason = "length"
         return msgspec.structs.replace(parsed, finish_reason=reason)
 
+    def calls(self, answer: ScoredAnswer) -> list[str]:
+        """Return the names of the functions that an answer calls."""
+        raw = self.tokenizer.decode(answer.target, skip_special_tokens=False)
+        parsed = parse_raw(raw, answer.thinking, form=self.tool_form)
+        return [str(call["name"]) for call in parsed.tool_calls]
+
     def message(self, request: OfflineRequest, completion: Completion) -> ChatMessage:
         """Return the answer as a message of the conversation."""
         answer = self.answer(request, completion)
@@ -357,6 +368,8 @@ class Template:
 
     def pieces(self, target: Sequence[int]) -> list[str]:
         """Return the text of each token."""
+        if not target:  # the tokenizer would take no tokens for one text
+            return []
         return self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
 
     def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
@@ -385,6 +398,9 @@ class Template:
         points = deciding_characters(opened + "".join(pieces), self.tool_form) | {len(opened)}
         covered = covers(points, pieces, len(opened))
         return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
+
+
+NO_ASSISTANT_MESSAGE = "it has no assistant message"
 
 
 class AnswerNotLocated(ValueError):
@@ -442,23 +458,39 @@ def rendered_workloads(
     return kept, lines
 
 
-def answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
+def answers_of_row(
+    template: Template, row: JsonObject, with_open: bool = False
+) -> list[ScoredAnswer]:
     """Return every assistant message of a conversation with its prompt.
 
+    with_open: also a last message that has no answer yet.
     Raises AnswerNotLocated where there is none, and where the chat template refuses the conversation.
     """
     try:
-        return _answers_of_row(template, row)
+        return _answers_of_row(template, row, with_open)
     except ConversationRefused as error:
         raise AnswerNotLocated(f"the chat template refuses it: {error.reason}") from None
 
 
-def _answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
+def _answers_of_row(template: Template, row: JsonObject, with_open: bool) -> list[ScoredAnswer]:
     messages = row["messages"]
     tools = row.get("tools")
-    thinking = bool(row.get("thinking"))
+    thinking = bool(row.get("thinking")) and template.thinks
     answers = []
-    reason = "it has no assistant message"
+    reason = NO_ASSISTANT_MESSAGE
+
+    def add(n: int, prompt: str, target: tuple[int, ...]) -> None:
+        answers.append(
+            ScoredAnswer(
+                category=row.get("category", ""),
+                prompt=tuple(template.ids(prompt)),
+                target=target,
+                thinking=thinking,
+                after_result=n > 0 and messages[n - 1]["role"] == "tool",
+                offered=bool(tools),
+            )
+        )
+
     for n, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -472,9 +504,9 @@ def _answers_of_row(template: Template, row: JsonObject) -> list[ScoredAnswer]:
             reason = template.why_no_end(target)
             continue
         # The template's newline after the end token is not part of the answer.
-        answer = tuple(target[: ends[0] + 1])
-        prompt_ids = tuple(template.ids(prompt))
-        answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer, thinking))
+        add(n, prompt, tuple(target[: ends[0] + 1]))
+    if with_open and messages[-1]["role"] != "assistant":
+        add(len(messages), template.render(messages, tools, thinking), ())
     if not answers:
         raise AnswerNotLocated(reason)
     return answers

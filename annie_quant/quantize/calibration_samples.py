@@ -37,6 +37,8 @@ class CalibrationSample:
     answer: the answer's tokens.
     decides: whether each token of the answer decides about a call or the end (offline/prompts.py).
     row: index of its conversation.
+    behaviour: what the answer does (data/behaviours.py); "" for a whole conversation.
+    weight: how much its positions count in weighted moments, relative to those of other samples.
     """
 
     category: str
@@ -45,6 +47,8 @@ class CalibrationSample:
     answer: tuple[int, ...]
     decides: tuple[bool, ...] = ()
     row: int = 0
+    behaviour: str = ""
+    weight: float = 1.0
 
     @property
     def prompt(self) -> tuple[int, ...]:

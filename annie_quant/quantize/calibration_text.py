@@ -8,8 +8,9 @@ half of the free memory. Fewer than half of the conversations are an error, not 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from annie_quant.checkpoint.chat_template import ConversationRefused
@@ -17,13 +18,27 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject, integer
+from annie_quant.data.behaviours import (
+    GIVEN_MIXTURE,
+    NO_ANSWER,
+    THINKS,
+    Mixture,
+    behaviour_of,
+    ordered,
+)
 from annie_quant.data.logs import Problems
 from annie_quant.data.rows import place_of, read_conversations
-from annie_quant.documents import CalibrationUse
+from annie_quant.documents import Behaviour, CalibrationUse
 from annie_quant.offline.caches import common_prefix
-from annie_quant.offline.prompts import AnswerNotLocated, ScoredAnswer, Template, answers_of_row
+from annie_quant.offline.prompts import (
+    NO_ASSISTANT_MESSAGE,
+    AnswerNotLocated,
+    ScoredAnswer,
+    Template,
+    answers_of_row,
+)
 from annie_quant.quantize.backend import device_and_dtype, free_memory_bytes
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, THINKING, CalibrationSample
 from annie_quant.quantize.own_answers import OwnAnswers, own_answers
 from annie_quant.quantize.shared_text import distinct_positions
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -32,6 +47,7 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 STATE_COPIES = 4
 MEMORY_SHARE = 0.5
 MIN_SHARE_OF_ROWS = 0.5
+NO_THINKING = "thinking is on in these rows, and the chat template has none"
 MIN_PREFIX = 16  # tokens; shorter ones are markup that all conversations begin with
 
 
@@ -68,7 +84,9 @@ def read_answers(job: Job[StrategyOptions], progress: Progress) -> CalibrationTe
     def own(template: Template, given: Sequence[ScoredAnswer]) -> OwnAnswers:
         return own_answers(job.model, template, given, progress)
 
-    return _read(job, progress, own=own)
+    text = _read(job, progress, own=own)
+    progress.message(f"the answers: {text.use.behaviour_line()}")
+    return text
 
 
 def read_whole_conversations(job: Job[StrategyOptions], progress: Progress) -> CalibrationText:
@@ -84,7 +102,8 @@ def _read(
 ) -> CalibrationText:
     every = read_conversations(job.conversations)
     rows = read_conversations(every, job.calib_samples)
-    text = text_of_rows(job.model, rows, job.calib_tokens, whole, stored_positions(job), own)
+    positions = stored_positions(job)
+    text = text_of_rows(job.model, rows, job.calib_tokens, whole, positions, own, job.mixture)
     text.use.in_file = len(every)
     progress.message(f"calibration: {text.use.line()}")
     return text
@@ -107,6 +126,8 @@ def text_of_rows(
     whole: bool = False,
     positions: int | None = None,
     own: AnswersOf | None = None,
+    mixture: Mixture = GIVEN_MIXTURE,
+    with_open: bool = False,
 ) -> CalibrationText:
     """Return the samples of conversations that the limits allow, one per answer.
 
@@ -114,6 +135,8 @@ def text_of_rows(
     whole: one sample per conversation.
     own: returns the model's own answers; None: the answers stay as they are given.
     positions: that memory holds, by default those that are free now.
+    mixture: how much the answers count, by their behaviour.
+    with_open: without `own`, a prompt that has no answer yet is a sample, too; an estimate counts it.
     Raises UsageError where fewer than half of the conversations can be used.
     """
     template = Template(model)
@@ -126,21 +149,31 @@ def text_of_rows(
             if whole:
                 samples.append(conversation_sample(template, row, number))
             else:
-                answers = answers_of_row(template, row)
+                answers = answers_of_row(template, row, with_open or own is not None)
                 given += answers
                 row_of += [number] * len(answers)
         except AnswerNotLocated as error:
             not_located.add(str(error), place_of(row))
+        if row.get("thinking") and not template.thinks:
+            not_located.add(NO_THINKING, place_of(row), unit="thoughts")
     answered = own(template, given) if own else OwnAnswers(given)
     for number, answer in zip(row_of, answered.answers, strict=True):
-        samples.append(answer_sample(template, answer, number))
+        if answer.target or with_open:
+            samples.append(answer_sample(template, answer, number))
+    if answered.n_unanswered:
+        reason = f"the model's own answer has more than {answered.limit:,} tokens"
+        not_located.add(reason, n=answered.n_unanswered, unit="prompts without an answer")
     limit = limit_of(model, samples, calib_tokens, positions)
     used = [sample for sample in samples if len(sample.ids) <= limit.tokens]
+    weights = mixture.weights([sample.behaviour for sample in used])
+    used = [replace(sample, weight=w) for sample, w in zip(used, weights, strict=True)]
     use = use_of(samples, used, len(rows), limit, not_located)
+    if not whole:
+        use.behaviours = described(used, mixture)
     if own:
         use.given_answers = answered.n_kept
         use.endless_answers = answered.n_endless
-        use.own_answers = len(given) - answered.n_kept - answered.n_endless
+        use.own_answers = answered.n_own
     if use.conversations < MIN_SHARE_OF_ROWS * len(rows):
         raise UsageError(f"only {use.line()}", remedy(samples, limit, not_located))
     return CalibrationText(used, use)
@@ -156,15 +189,36 @@ def samples_of_rows(
 def answer_sample(template: Template, scored: ScoredAnswer, number: int) -> CalibrationSample:
     """Return an answer of conversation `number` with its prompt as one sample."""
     answer_kinds = [kind + 1 for kind in template.classes(scored.target, scored.thinking)]
-    ids = (*scored.prompt, *scored.target[:-1])
+    ids = (*scored.prompt, *scored.target)[:-1]
     kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
     decides = tuple(template.decisions(scored.target, scored.thinking))
-    return CalibrationSample(scored.category, ids, kinds, scored.target, decides, number)
+    behaviour = NO_ANSWER
+    if scored.target:
+        behaviour = behaviour_of(template.calls(scored), scored.after_result, scored.offered)
+    return CalibrationSample(scored.category, ids, kinds, scored.target, decides, number, behaviour)
+
+
+def described(used: Sequence[CalibrationSample], mixture: Mixture) -> list[Behaviour]:
+    """Return what the answers that are used do, next to what gates ask for and logs show."""
+    counts = Counter(sample.behaviour for sample in used)
+    weights = {sample.behaviour: sample.weight for sample in used}
+    rows = [
+        Behaviour(
+            name,
+            answers=counts[name],
+            gates=mixture.gates.get(name, 0),
+            logs=mixture.logs.get(name, 0),
+            weight=round(weights.get(name, 1.0), 4),
+        )
+        for name in ordered({*counts, *mixture.gates, *mixture.logs})
+    ]
+    thinking = sum(THINKING in sample.kinds for sample in used)
+    return [*rows, Behaviour(THINKS, answers=thinking)] if thinking else rows
 
 
 def conversation_sample(template: Template, row: JsonObject, number: int) -> CalibrationSample:
     """Return a conversation as one sample."""
-    thinking = bool(row.get("thinking"))
+    thinking = bool(row.get("thinking")) and template.thinks
     try:
         text = template.render(row["messages"], row.get("tools"), thinking, False)
     except ConversationRefused as error:
@@ -218,6 +272,8 @@ def affordable_positions(folder: ModelFolder) -> int:
 def remedy(samples: Sequence[CalibrationSample], limit: RowLimit, not_located: Problems) -> str:
     """Return what a user can do so that more conversations are used."""
     longest = max((len(sample.ids) for sample in samples), default=0)
+    if any(reason == NO_ASSISTANT_MESSAGE for _, reason in not_located.counts):
+        return "--answers own lets the model answer prompts that have no answer"
     if longest > limit.tokens and limit.reason.startswith("what"):
         return f"--calib-samples with fewer conversations, or --calib-tokens {longest}"
     if longest > limit.tokens:

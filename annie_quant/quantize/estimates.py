@@ -21,6 +21,7 @@ from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import CheckpointError
+from annie_quant.data.behaviours import GIVEN_MIXTURE, Mixture
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
@@ -59,6 +60,7 @@ class Estimate:
     seconds: step → duration.
     rates: the machine's.
     text: describes the calibration text; "" where none is read.
+    answers: describes what its answers do; "" where that is not known.
     first_token: the predicted time to the first token as text; "" where the shape is not known.
     limits: what they make of the model, as text; "" without limits.
     """
@@ -74,6 +76,7 @@ class Estimate:
     seconds: Mapping[str, float]
     rates: Rates
     text: str = ""
+    answers: str = ""
     first_token: str = ""
     limits: str = ""
 
@@ -102,6 +105,7 @@ class Estimate:
             f"  decode  {decode_speed.describe(self.speed)}",
             *([f"  prefill {self.first_token}"] if self.first_token else []),
             *([f"  text    {self.text}"] if self.text else []),
+            *([f"  answers {self.answers}"] if self.answers else []),
             f"  memory  about {format_bytes(self.peak_bytes)} ({how}) of {format_bytes(self.rates.memory)}: {fits}",
             f"  time    about {format_seconds(sum(self.seconds.values()))}"
             + (f" ({parts})" if parts else ""),
@@ -122,6 +126,7 @@ def estimate(
     answers: AnswerSource = "own",
     prompt: Prompt | None = None,
     exclude: Sequence[str] = (),
+    mixture: Mixture = GIVEN_MIXTURE,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
@@ -133,6 +138,7 @@ def estimate(
     device: that decodes, by default this machine where it was measured, else a GB10.
     prompt: of the predicted time to the first token, in vLLM.
     exclude: patterns of --exclude-layers, for limits.
+    mixture: how much an answer counts, by its behaviour.
     Raises UsageError for limits that no choice of formats satisfies.
     """
     chosen = strategies.find(strategy)
@@ -145,16 +151,16 @@ def estimate(
         layerwise &= not chosen.any_family or models.is_known(folder.config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK_RATES if published else measure_rates())
+    own = chosen.cost.reads_answers and answers == "own"
     text = _NO_TEXT
     if chosen.cost.passes and calib_data:
         source = None if folder is None else folder.path
-        text = text_of_file(calib_data, samples, source, calib_tokens)
+        text = text_of_file(calib_data, samples, source, calib_tokens, mixture, own)
     elif chosen.cost.passes:
         text = assumed_text(samples, tokens)
     size_bytes = sum(n * chosen.bits(kind) / 8 for kind, n in size.counts.items())
     rounded = sum(n for kind, n in size.counts.items() if chosen.bits(kind) < BF16.bits)
     shape = AttentionSize.of(size, folder)
-    own = chosen.cost.reads_answers and answers == "own"
     work = WorkEstimate(chosen.cost, size, shape, text, rates, rounded, size_bytes, own)
     read = TokenBytes(size_bytes - size.counts.get("embedding", 0) * BF16_BYTES, size.layers)
     if folder is not None:
@@ -187,6 +193,7 @@ def estimate(
         seconds=work.seconds(),
         rates=rates,
         text=text.line,
+        answers=text.behaviours if chosen.cost.reads_answers else "",
         first_token=predicted,
         limits=line,
     )
@@ -282,30 +289,44 @@ _NO_TEXT = TextSize()
 def assumed_text(samples: int, tokens: int) -> TextSize:
     """Return the size of a text that is not given."""
     line = f"{samples} conversations of {tokens} tokens, assumed: --calib-data counts your own"
-    return TextSize(samples, samples * tokens, samples * tokens, line=line)
+    return TextSize(samples, samples * tokens, samples * tokens, answers=samples, line=line)
 
 
 def text_of_file(
-    file: Path, samples: int, model: Path | None = None, calib_tokens: int | None = None
+    file: Path,
+    samples: int,
+    model: Path | None = None,
+    calib_tokens: int | None = None,
+    mixture: Mixture = GIVEN_MIXTURE,
+    own: bool = False,
 ) -> TextSize:
     """Return the size of the text that a strategy reads from a file.
 
     model: folder whose tokenizer counts; None: tokens are estimated from characters.
+    own: the model answers the prompts first, also those that have no answer yet.
     Raises UsageError where fewer than half of the conversations can be used.
     """
     rows = read_conversations(file, samples)
     if model is not None:
         from annie_quant.quantize.calibration_text import text_of_rows
 
-        use = text_of_rows(model, rows, calib_tokens).use
-        return TextSize(use.conversations, use.tokens, use.computed, use.prefix, use.line())
+        use = text_of_rows(model, rows, calib_tokens, mixture=mixture, with_open=own).use
+        return TextSize(
+            conversations=use.conversations,
+            tokens=use.tokens,
+            computed=use.computed,
+            prefix=use.prefix,
+            answers=use.n_answers,
+            line=use.line(),
+            behaviours=use.behaviour_line(),
+        )
     from annie_quant.quantize.shared_text import distinct_positions
 
     texts = [json.dumps([row.get("tools"), row["messages"]]) for row in rows]
     tokens = sum(map(len, texts)) // CHARACTERS
     computed = distinct_positions(texts) // CHARACTERS
     line = f"{len(rows)} conversations, about {tokens:,} tokens"
-    return TextSize(len(rows), tokens, computed, line=line)
+    return TextSize(len(rows), tokens, computed, answers=len(rows), line=line)
 
 
 def is_large(model: Path) -> bool:

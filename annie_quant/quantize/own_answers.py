@@ -51,12 +51,19 @@ class OwnAnswers:
     answers: in the order of the given ones.
     n_kept: given answers that stay because the model would write them.
     n_endless: given answers that stay because the model's own has more than `limit` tokens.
+    n_unanswered: prompts without a given answer that stay so, for the same reason.
     """
 
     answers: list[ScoredAnswer]
     n_kept: int = 0
     n_endless: int = 0
+    n_unanswered: int = 0
     limit: int = 0
+
+    @property
+    def n_own(self) -> int:
+        """Number of answers that the model gave itself."""
+        return len(self.answers) - self.n_kept - self.n_endless - self.n_unanswered
 
 
 def own_answers(
@@ -68,7 +75,7 @@ def own_answers(
     numerics: str | None = None,
     keeps_cut: bool = False,
 ) -> OwnAnswers:
-    """Return the model's own greedy answers to the prompts of `given`.
+    """Return the model's own greedy answers to the prompts of `given`, of which some may have no answer yet.
 
     They are stored by model, prompt and given answer, so that a killed run goes on and a further strategy finds them.
 
@@ -95,17 +102,19 @@ def own_answers(
     answers: list[ScoredAnswer] = []
     n_kept = 0
     n_endless = 0
+    n_unanswered = 0
     for answer, completion in zip(given, completions, strict=True):
+        target = answer.target
         if not completion.finished:
-            n_endless += 1
-            cut = replace(answer, target=tuple(completion.tokens))
-            answers.append(cut if keeps_cut else answer)
-        elif completion.tokens == list(answer.target[:-1]):
+            n_endless += bool(target)
+            n_unanswered += not target
+            target = tuple(completion.tokens) if keeps_cut else target
+        elif target and completion.tokens == list(target[:-1]):
             n_kept += 1
-            answers.append(answer)
         else:
-            answers.append(replace(answer, target=tuple(template.target(completion))))
-    return OwnAnswers(answers, n_kept, n_endless, limit)
+            target = tuple(template.target(completion))
+        answers.append(replace(answer, target=target))
+    return OwnAnswers(answers, n_kept, n_endless, n_unanswered, limit)
 
 
 def _answer_key(answer: ScoredAnswer, limit: int, end_tokens: Sequence[int]) -> str:
@@ -146,7 +155,9 @@ def _complete(
     """Return the greedy answers, or the given ones that stay. on_finished(n): called when n more have ended."""
     completions: dict[int, Completion] = {}
     unfinished: dict[int, list[int]] = {}  # index → its first tokens
-    for index, choices in _choices(engine, template, given):
+    answered = [index for index, answer in enumerate(given) if answer.target]
+    for at, choices in _choices(engine, template, [given[index] for index in answered]):
+        index = answered[at]
         target = list(given[index].target)
         difference = choices.difference
         own_tokens = sum(
@@ -160,6 +171,7 @@ def _complete(
             assert difference.token is not None  # the model's own choice
             unfinished[index] = [*target[: difference.index], difference.token]
     on_finished(len(completions))
+    unfinished |= {index: [] for index, answer in enumerate(given) if not answer.target}
     known = list(unfinished.values())
     rests = generate(
         engine,

@@ -21,6 +21,7 @@ from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
+from annie_quant.data.behaviours import GIVEN_MIXTURE, Mixture, compare, mixture_of
 from annie_quant.data.row_rules import text_of
 from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, AdapterRecord, Recipe, salvage_or_default
@@ -70,6 +71,7 @@ def run(
     calib_samples: int = 512,
     calib_tokens: int | None = None,
     answers: AnswerSource = "own",
+    mixture: str = "given",
     exclude: str | tuple[str, ...] = (),
     scale: str | None = None,
     force: bool = False,
@@ -87,6 +89,8 @@ def run(
     calib_samples: conversations that are used at most.
     calib_tokens: tokens of a conversation at most; longer ones are left out. None: the model's context, or what memory allows.
     answers: "own": the model answers the conversations' prompts itself, greedily; "given": the file's answers are used.
+    mixture: how much an answer counts, by its behaviour (data/behaviours.py): "given", each once; "gates" or "logs", as often
+    as these have them; or factors, as "declines=2,calls=0.5".
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
@@ -125,6 +129,7 @@ def run(
     merge_plan = None if adapter is None else plan_merge(source, Path(adapter))
     if part.cost.passes:
         _ = job.conversations
+    job = replace(job, mixture=_mixture(part, job, mixture, persona))
     strategies.check_family(part, read_object(job.model / "config.json") or {})
     prompts, mismatch = _prompt_hashes(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
@@ -186,6 +191,7 @@ def _quantize(
             frontier=plan.frontier,
             calibration=plan.calibration,
             adapters=salvage_or_default(AdapterRecord, job.model / RECIPE_FILE).adapters,
+            mixture=mixture,
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
     return plan
@@ -195,6 +201,19 @@ def exclude_patterns(exclude: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return the patterns of --exclude-layers."""
     patterns = exclude.split(",") if isinstance(exclude, str) else exclude
     return tuple(p.strip() for p in patterns if p.strip())
+
+
+def _mixture(part: Strategy, job: Job[StrategyOptions], text: str, persona: str | None) -> Mixture:
+    """Return how much an answer of the job's conversations counts. Raises UsageError for what cannot be weighed."""
+    if text != "given" and not part.cost.reads_answers:
+        readers = ", ".join(s.name for s in strategies.by_rank() if s.cost.reads_answers)
+        raise UsageError(
+            f"--mixture weighs answers, and {part.name} reads whole conversations",
+            f"these read answers: {readers}",
+        )
+    if job.calib_data is None:
+        return GIVEN_MIXTURE
+    return mixture_of(text, compare(job.calib_data, persona))
 
 
 def _check_kv_cache(kind: str) -> None:

@@ -7,8 +7,9 @@
 The samples form a tree of shared tokens. Rows of a batch continue rows of an earlier batch (TokenBatch.start), whose keys, values
 and states are kept (continuation.py). A row with more tokens than one forward pass takes is a chain of batches of one row.
 
-A position that several samples share counts once per sample: its code stands for the number of positions of each kind that it
-replaces, and the weight table has one weight per code. Sums of weights and weighted moments are therefore those of all samples.
+A position that several samples share counts once per sample, with the sample's weight: its code stands for the positions of each
+kind that it replaces, and the weight table has one weight per code. Sums of weights and weighted moments are therefore those of all
+samples.
 """
 
 from __future__ import annotations
@@ -90,16 +91,16 @@ class TokenSequence:
     samples: list[CalibrationSample]
 
     def counts(self, start: int, end: int) -> np.ndarray:
-        """Return how many samples have a position of each kind there, int64 [end - start, KINDS]."""
-        counts = np.zeros((end - start, KINDS), np.int64)
+        """Return the weight of the samples that have a position of each kind there, float64 [end - start, KINDS]."""
+        counts = np.zeros((end - start, KINDS))
         for sample in self.samples:
             kinds = np.asarray(sample.kinds[start:end], np.int64)
-            counts[np.arange(len(kinds)), kinds] += 1
+            counts[np.arange(len(kinds)), kinds] += sample.weight
         return counts
 
 
-def codes_of_kinds() -> dict[tuple[int, ...], int]:
-    """Return the codes of positions of one sample: their kinds."""
+def codes_of_kinds() -> dict[tuple[float, ...], int]:
+    """Return the codes of positions of one sample of weight 1: their kinds."""
     return {tuple(counts): kind for kind, counts in enumerate(np.eye(KINDS, dtype=int).tolist())}
 
 
@@ -112,10 +113,10 @@ class SharedText:
     """
 
     batches: list[TokenBatch] = field(default_factory=list)
-    codes: dict[tuple[int, ...], int] = field(default_factory=codes_of_kinds)
+    codes: dict[tuple[float, ...], int] = field(default_factory=codes_of_kinds)
 
     def counts(self, device: str | torch.device) -> torch.Tensor:
-        """Return how many positions of each kind a code stands for, float32 [codes, KINDS]."""
+        """Return how many positions of each kind a code stands for, weighted, float32 [codes, KINDS]."""
         return torch.tensor(list(self.codes), dtype=torch.float32, device=device)
 
     def weight_table(self, token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:

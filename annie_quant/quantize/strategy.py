@@ -17,6 +17,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_file
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder
+from annie_quant.data.behaviours import GIVEN_MIXTURE, Mixture
 from annie_quant.models.formats import BF16, NVFP4, Format
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Job(Generic[OptionsType]):
     calib_samples: conversations used at most.
     calib_tokens: tokens of a conversation that is used, at most; None: the model's context, or what memory allows.
     answers: "own": the model answers the conversations' prompts itself (own_answers.py); "given": the file's answers.
+    mixture: how much an answer counts, by its behaviour.
     exclude: patterns of --exclude-layers.
     scale: rule by which block scales are chosen.
     options: the strategy's.
@@ -97,6 +99,7 @@ class Job(Generic[OptionsType]):
     calib_samples: int = 512
     calib_tokens: int | None = None
     answers: AnswerSource = "own"
+    mixture: Mixture = GIVEN_MIXTURE
     exclude: tuple[str, ...] = ()
     scale: nvfp4.Scale = "amax"
     options: OptionsType = field(default_factory=StrategyOptions)  # type: ignore[assignment]
@@ -126,6 +129,7 @@ class Job(Generic[OptionsType]):
                 self.calib_samples,
                 self.calib_tokens,
                 self.answers,
+                self.mixture.key(),
                 self.exclude,
                 self.scale,
                 options,

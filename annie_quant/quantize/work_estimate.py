@@ -68,14 +68,18 @@ class TextSize:
     tokens: of all conversations.
     computed: of these tokens, where a prefix that several rows share counts once.
     prefix: tokens that most conversations share, which each trial computes.
+    answers: number of answers.
     line: describes it.
+    behaviours: describes what the answers do; "" where that is not known.
     """
 
     conversations: int = 0
     tokens: int = 0
     computed: int = 0
     prefix: int = 0
+    answers: int = 0
     line: str = ""
+    behaviours: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,11 +274,12 @@ class WorkEstimate:
         rate = self.rates.float32_flop_s if self.in_float32 else self.rates.flop_s
         reading = 2 * self.body * self.text.computed / (rate * FORWARD_SHARE)
         if self.rates.on_cpu:
-            tokens = ANSWER_TOKENS * conversations
+            tokens = ANSWER_TOKENS * self.text.answers
             return reading + 2 * self.body * tokens / (rate * DECODE_SHARE)
         row = self.text.prefix + self.text.computed // max(1, conversations)
-        by_memory = math.ceil(conversations * row / DECODED_COLUMNS)
-        batches = max(by_memory, math.ceil(conversations / DECODED_ROWS[self.device]))
+        answers = self.text.answers
+        by_memory = math.ceil(answers * row / DECODED_COLUMNS)
+        batches = max(by_memory, math.ceil(answers / DECODED_ROWS[self.device]))
         return reading + batches * DECODE_STEPS * STEP_S
 
     def column_seconds(self) -> dict[str, float]:

@@ -127,6 +127,23 @@ def test_hessians_are_those_of_the_samples(
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
 
+def test_a_sample_of_weight_two_counts_as_if_it_were_there_twice() -> None:
+    """Also where its prefix is shared with samples of other weights."""
+    rows = calibration_text.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::6][:6]
+    weighted = [replace(s, weight=w) for s, w in zip(rows, (2, 1, 3, 1, 2, 1), strict=True)]
+    repeated = [replace(s, weight=1.0) for s in weighted for _ in range(int(s.weight))]
+    folder = ModelFolder(TINY_ANNIE)
+    results = []
+    for samples in (weighted, repeated, rows):
+        text = shared_text.arrange(samples, cost=PassCost(500, 64))
+        layers = DecoderLayers(folder, text.batches)
+        results.append(hessians(layers, text.weight_table(WEIGHTS, layers.device)))
+    for ours, theirs, plain in zip(*results, strict=True):
+        a, b, c = (h.mean().cpu().numpy() for h in (ours, theirs, plain))
+        assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
+        assert np.abs(a - c).max() > 1e-3 * np.abs(b).max()  # the weights matter
+
+
 def test_rows_of_unequal_length_are_continued() -> None:
     batches = shared_text.arrange(conversations()).batches
     continued = [batches[start] for start in {b.start for b in batches if b.start is not None}]

@@ -70,7 +70,9 @@ def dry_run(
     for name in order:
         progress.message(name)
         strategy, _ = with_budget(name)
-        done = STEPS_OF_STRATEGY if strategy in measured else ()
+        done: list[str] = []
+        if strategy in measured:
+            done += STEPS_OF_STRATEGY
         if answered:
             done += STEPS_OF_SEARCH
         row = plan_strategy(settings, name, rates, evaluation, done)

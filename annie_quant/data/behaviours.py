@@ -220,11 +220,13 @@ def _shortened(names: Sequence[str]) -> list[str]:
 class Mixture:
     """How much an answer counts in calibration, by its behaviour.
 
+    name: the value of --mixture.
     gates, logs: numbers of answers per behaviour, which are recorded next to those that are used.
     shares: that the answers of each behaviour shall have; None: as many as there are.
     factors: behaviour, or "calls" for all tools → how much one of its answers counts.
     """
 
+    name: str = "given"
     gates: Mapping[str, int] = field(default_factory=dict)
     logs: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] | None = None
@@ -285,15 +287,15 @@ def mixture_of(text: str, compared: Compared) -> Mixture:
     gates = _answers(compared.gates)
     logs = _answers(compared.logs)
     if text == "given":
-        return Mixture(gates, logs)
+        return Mixture(text, gates, logs)
     if text in ("gates", "logs"):
         counts = gates if text == "gates" else logs
         if not counts:
             hint = "--persona names one" if text == "gates" else "annie-quant init --logs"
             raise UsageError(f"--mixture {text}: there are no {text} to take shares of", hint)
         n = sum(counts.values())
-        return Mixture(gates, logs, shares={name: k / n for name, k in counts.items()})
-    return Mixture(gates, logs, factors=dict(map(_factor, text.split(","))))
+        return Mixture(text, gates, logs, shares={name: k / n for name, k in counts.items()})
+    return Mixture(text, gates, logs, factors=dict(map(_factor, text.split(","))))
 
 
 def _answers(counts: Mapping[str, int]) -> dict[str, int]:

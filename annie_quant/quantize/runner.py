@@ -191,7 +191,7 @@ def _quantize(
             frontier=plan.frontier,
             calibration=plan.calibration,
             adapters=salvage_or_default(AdapterRecord, job.model / RECIPE_FILE).adapters,
-            mixture=mixture,
+            mixture=job.mixture.name,
         )
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
     return plan

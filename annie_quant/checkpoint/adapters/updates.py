@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
 
 from annie_quant.checkpoint import header
@@ -94,10 +95,16 @@ def merged_rows(update: TensorUpdate, base: ModelFolder, size: ChangeSize) -> It
     start_from = source
     if update.replacement is not None:
         start_from = update.replacement.reshape(-1, columns)
+    has_same_rows = len(source) == len(start_from)
     step = max(1, ROWS_ELEMENTS // columns)
     for start in range(0, len(start_from), step):
         stop = min(start + step, len(start_from))
         block = start_from[start:stop].astype(np.float32)
+        before = None
+        if has_same_rows:
+            is_base = start_from is source
+            before = block.copy() if is_base else source[start:stop].astype(np.float32)
+            size.base += _squares(before)
         with np.errstate(over="ignore", invalid="ignore"):  # _rounded refuses what overflows
             for product in update.low_rank:
                 _add(product, block, start)
@@ -105,9 +112,8 @@ def merged_rows(update: TensorUpdate, base: ModelFolder, size: ChangeSize) -> It
             inside = (numbers >= start) & (numbers < stop)
             block[numbers[inside] - start] = values[inside].astype(np.float32)
         rounded = _rounded(update, block)
-        if len(source) == len(start_from):
-            size.base += _squares(source[start:stop].astype(np.float32))
-            size.change += _squares(block - source[start:stop].astype(np.float32))
+        if before is not None:
+            size.change += _squares(np.subtract(block, before, out=before))
         yield rounded
         row_bytes = columns * source.itemsize
         base.release(update.source, start * row_bytes, min(stop, len(source)) * row_bytes)
@@ -136,11 +142,12 @@ def _squares(block: np.ndarray) -> float:
 
 
 def _rounded(update: TensorUpdate, block: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = block.astype(header.DTYPES[update.dtype])
-    if not np.isfinite(rounded).all():
+    """Return the block in the tensor's type. Raises CheckpointError where that cannot hold it."""
+    dtype = header.DTYPES[update.dtype]
+    largest = max(block.max(initial=0), -block.min(initial=0))
+    if not largest <= ml_dtypes.finfo(dtype).max:  # also where it is not a number
         raise CheckpointError(
             f"{update.name}: merged values are not finite, or too large for {update.dtype}",
             "check the adapter's alpha and rank, and that the base is the one it was trained on",
         )
-    return rounded
+    return block.astype(dtype)

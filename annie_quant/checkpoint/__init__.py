@@ -1,6 +1,6 @@
 """Checkpoints: read, audit, repair, compare and convert them.
 
-audit(path, source=None)             every fault of a checkpoint, and a row per tensor
+audit(path, source=None)             every fault of a checkpoint, also from afar, and a row per tensor
 repair(path, source, output)         a repaired copy, and the list of repairs
 convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF, bf16
 merge(base, adapter, output)         a LoRA adapter into its base
@@ -23,6 +23,7 @@ from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit
 from annie_quant.checkpoint.linears import Linear
+from annie_quant.checkpoint.remote import is_address
 from annie_quant.checkpoint.repairs import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
@@ -43,6 +44,7 @@ __all__ = [
     "audit",
     "compare",
     "convert",
+    "is_address",
     "labels",
     "left_out_files",
     "left_out_line",

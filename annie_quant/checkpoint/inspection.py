@@ -5,20 +5,33 @@ A finding is a fault: a sound checkpoint has none. Other properties are in the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from annie_quant import models
-from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
-from annie_quant.checkpoint.checks import completeness, contents, finding_of, settings, tensors
+from annie_quant.checkpoint import dialects, loader_support, prompt_files, remote, runtime_names
+from annie_quant.checkpoint.checks import (
+    OF_SOURCE_VALUES,
+    OF_VALUES,
+    completeness,
+    contents,
+    finding_of,
+    settings,
+    tensors,
+)
 from annie_quant.checkpoint.checks.source import source_differences
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import is_linear, label_of
+from annie_quant.checkpoint.remote import OpenedFolder
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.size import folder_size
-from annie_quant.documents import Audit, AuditSummary, Finding
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import Audit, AuditSummary, Finding, TensorRow
 
 NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
 # Where more of the compared tensors differ, the reference is another model; else the export is at
@@ -30,23 +43,62 @@ MAX_NOTES = 3  # findings that the notes of an evaluation list
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
-    """Audit a model folder.
+    """Audit a model folder, or from afar what the headers and small files of one show.
 
-    source: the bf16 checkpoint that it was made from; its tensors are compared.
+    path: a folder, hf:OWNER/NAME[@REVISION], or the URL of a folder.
+    source: the bf16 checkpoint that it was made from, given in the same ways; its tensors are
+        compared.
 
     Faults of the files themselves (a missing or truncated shard, an invalid header) are findings,
-    too. Raises ShardError where the folder does not exist.
+    too. Raises ShardError where the folder does not exist, and the errors of `remote.opened`.
     """
+    if source is not None and remote.is_address(source) and not remote.is_address(path):
+        raise UsageError(
+            f"{source}: the source of a local checkpoint is compared by its values",
+            "download it, and give the folder",
+        )
+    with remote.opened(path) as here:
+        result = audit_folder(here, source)
+        if here.remote:
+            for number, finding in enumerate(result.findings):
+                message = finding.message.replace(str(here.path), here.address)
+                result.findings[number] = Finding(finding.code, finding.tensor, message)
+        return result
+
+
+def audit_folder(here: OpenedFolder, source: str | os.PathLike[str] | None) -> Audit:
+    """Audit an opened folder. source: a path or an address."""
+    not_checked = sorted(OF_VALUES | (OF_SOURCE_VALUES if source is not None else set()))
+    result = Audit(here.address)
+    if here.remote:
+        result.remote = msgspec.structs.replace(here.remote, not_checked=not_checked)
     try:
-        model = dialects.read(ModelFolder(path))
+        model = dialects.read(ModelFolder(here.path, headers_only=here.remote is not None))
     except ShardError as error:
         if error.code == "no_folder":
             raise
-        return Audit(str(path), [finding_of(error)])
-    folder = model.folder
+        result.findings = [finding_of(error)]
+        return result
     unread = settings.unread_method(model)
     if unread:
-        return Audit(str(path), [unread], AuditSummary(size_bytes=folder.weight_bytes))
+        result.findings = [unread]
+        result.summary = AuditSummary(size_bytes=model.folder.weight_bytes)
+        return result
+    with contextlib.ExitStack() as stack:
+        original = None
+        if source is not None:
+            there = stack.enter_context(remote.opened(source))
+            original = ModelFolder(there.path, headers_only=there.remote is not None)
+        result.findings, result.tensors = check_all(model, original)
+    result.summary = audit_summary(model, result.findings)
+    return result
+
+
+def check_all(
+    model: QuantizedFolder, original: ModelFolder | None
+) -> tuple[list[Finding], list[TensorRow]]:
+    """Return the findings of all checks, and a row per tensor. original: the source."""
+    folder = model.folder
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
     rows = [row for row, _ in inspected]
@@ -59,7 +111,6 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     ):
         findings += check(model)
     findings += runtime_names.check_names(folder)
-    original = ModelFolder(source) if source is not None else None
     findings += completeness.check_auxiliary(model, original)
     findings += completeness.check_decoder(model, original)
     if original is not None:
@@ -68,7 +119,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
             row.rel_l2 = differences.rel_l2.get(row.name)
         findings += differences.findings
         findings += prompt_files.differences(folder.path, original.path)
-    return Audit(str(path), findings, audit_summary(model, findings), rows)
+    return findings, rows
 
 
 def audit_summary(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditSummary:

@@ -5,10 +5,12 @@ A dialect reads them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -435,13 +437,36 @@ def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
 
     An exact name, an fnmatch pattern, or "re:" and an expression.
     """
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                if re.match(pattern[3:], module):
-                    return pattern
-            except re.error:
-                continue
-        elif module == pattern or fnmatchcase(module, pattern):
-            return pattern
-    return None
+    listed = tuple(patterns)
+    names, expressions = _compiled(listed)
+    first = names.get(module, len(listed))
+    parent = module.rpartition(".")[0]
+    while parent:
+        first = min(first, names.get(f"{parent}.*", first))
+        parent = parent.rpartition(".")[0]
+    for number, expression in expressions:
+        if number > first:
+            break
+        if expression.match(module):
+            first = number
+            break
+    return listed[first] if first < len(listed) else None
+
+
+@functools.lru_cache(256)
+def _compiled(patterns: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[int, re.Pattern]]]:
+    """Return the numbers of names and of "NAME.*", and the numbers and expressions of other patterns.
+
+    Settings list thousands of names, and a mixture of experts has tens of thousands of modules.
+    """
+    names: dict[str, int] = {}
+    expressions = []
+    for number, pattern in enumerate(patterns):
+        is_expression = pattern.startswith("re:")
+        if not is_expression:
+            names.setdefault(pattern, number)
+        if is_expression or any(sign in pattern.removesuffix(".*") for sign in "*?["):
+            with contextlib.suppress(re.error):
+                text = pattern[3:] if is_expression else translate(pattern)
+                expressions.append((number, re.compile(text)))
+    return names, expressions

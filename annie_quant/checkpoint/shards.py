@@ -22,6 +22,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint import header, other_formats
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
+from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import exists, sha256_file
 from annie_quant.core.untrusted import JsonObject
 
@@ -61,17 +62,25 @@ MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
+class ValuesUnread(CheckpointError):
+    """The values of a tensor are needed, and only the headers of the checkpoint are here."""
+
+
 class ModelFolder:
     """A checkpoint folder: config.json, safetensors shards, and the small files.
 
     The shards are one file, listed in an index, or numbered.
 
+    headers_only: the shards are holes of their real sizes behind their headers (remote.py); reading
+        a tensor raises ValuesUnread.
+
     Raises ShardError for a missing folder or shard, an invalid or truncated file, an index that
     does not match the files, a shard name with a path in it, and a link that leaves the folder.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, headers_only: bool = False) -> None:
         self.path = Path(path)
+        self.headers_only = headers_only
         if not self.path.is_dir():
             kind, hint = other_formats.describe_file(self.path)
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
@@ -204,6 +213,8 @@ class ModelFolder:
     def tensor(self, name: str) -> np.ndarray:
         """Return one tensor as a read-only array in its own dtype (bfloat16 and float8 from ml_dtypes)."""
         info = self.info(name)
+        if self.headers_only:
+            raise ValuesUnread(f"{name}: only the headers of {self.path.name} are here")
         return self.shards[info.file].tensor(info)
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from annie_quant.cli import tables
 from annie_quant.cli.terminal import console, emit, quiet_engines
 from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
-from annie_quant.documents import Audit, Evaluation, TensorRow
+from annie_quant.documents import Audit, Evaluation, RemoteRead, TensorRow
 
 COLUMNS = (
     "name",
@@ -44,7 +45,7 @@ class AuditOptions:
     """Options of `annie-quant audit`.
 
     Attributes:
-        source: The bf16 checkpoint it was made from: adds the error per tensor.
+        source: The bf16 checkpoint it was made from: adds the error per tensor. Also an address, where CHECKPOINT is one.
         repair: Write a repaired copy next to it, then audit the copy.
         output: With --repair: folder of the copy.
         names: With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new).
@@ -52,7 +53,7 @@ class AuditOptions:
         tensors: Also print one line per tensor.
     """
 
-    source: Path | None = None
+    source: str | None = None
     repair: bool = False
     output: Path | None = None
     names: Literal["old", "new"] | None = None
@@ -61,12 +62,18 @@ class AuditOptions:
     as_json: opt.AsJson = False
 
 
-def audit(checkpoint: Path, /, *, options: AuditOptions = AuditOptions()) -> None:
-    """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any."""
+def audit(checkpoint: str, /, *, options: AuditOptions = AuditOptions()) -> None:
+    """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any.
+
+    CHECKPOINT is a folder, or an address: hf:OWNER/NAME[@REVISION] or the URL of a folder. From there only the headers and
+    the small files are read, and the checks that need values are named as not made.
+    """
     source = options.source
     if not options.repair and (options.output or options.names or options.force):
         raise UsageError("--output, --names and --force need --repair")
     repaired = None
+    if options.repair and annie_quant.checkpoint.is_address(checkpoint):
+        raise UsageError(f"{checkpoint}: a repair needs the weights", download_command(checkpoint))
     if options.repair:
         with console.task("repair"):
             repaired = annie_quant.checkpoint.repair(
@@ -76,7 +83,7 @@ def audit(checkpoint: Path, /, *, options: AuditOptions = AuditOptions()) -> Non
                 names=options.names,
                 force=options.force,
             )
-        checkpoint = Path(repaired.path)
+        checkpoint = repaired.path
     result = annie_quant.checkpoint.audit(checkpoint, source=source)
     if options.as_json:
         emit(result.to_dict() | ({"repair": repaired} if repaired else {}))
@@ -85,11 +92,11 @@ def audit(checkpoint: Path, /, *, options: AuditOptions = AuditOptions()) -> Non
             console.note(f"repaired: {action}")
         if repaired and not repaired.actions:
             console.note("nothing to repair")
-        print_audit(checkpoint, result, options.tensors)
+        print_audit(result, options.tensors)
         if result.findings and not repaired:
             console.line(f"what a code means: annie-quant explain {result.findings[0].code}")
             console.line(advice(result, source))
-        if result.summary.servers:
+        if result.summary.servers and not result.remote:
             folder = annie_quant.checkpoint.ModelFolder(checkpoint)
             print_left_out(annie_quant.checkpoint.left_out_files(folder))
     sys.exit(0 if result.ok else 1)
@@ -101,11 +108,11 @@ def print_left_out(names: list[str]) -> None:
         console.line(annie_quant.checkpoint.left_out_line(names))
 
 
-def print_audit(path: Path, result: Audit, tensors: bool) -> None:
+def print_audit(result: Audit, tensors: bool) -> None:
     """Print the summary, the loaders, and the findings, one line per code; with `tensors` one line per tensor and finding."""
     summary = result.to_dict()["summary"]
     console.print_mapping(
-        str(path), {k: v for k, v in summary.items() if k not in ("loads", "servers")}
+        result.path, {k: v for k, v in summary.items() if k not in ("loads", "servers")}
     )
     for line in summary["loads"]:
         console.line(f"  {line}")
@@ -122,7 +129,29 @@ def print_audit(path: Path, result: Audit, tensors: bool) -> None:
         for message in [f"({len(messages)} findings) such as {messages[0]}"] if short else messages:
             console.line(message, mark=f"[red]{code}[/]")
     if result.ok:
-        console.out.print("[green]sound[/]")
+        console.out.print(
+            f"[green]sound[/]{', as far as the headers show' if result.remote else ''}"
+        )
+    if result.remote:
+        console.line(unread_line(result.path, result.remote))
+
+
+def unread_line(address: str, remote: RemoteRead) -> str:
+    """Return what was read from afar, what was not checked, and the command that makes the other checks possible."""
+    codes = remote.not_checked
+    return (
+        f"{remote.received_bytes / 1e6:.2f} MB of {remote.size_bytes / 1e6:,.0f} MB read: headers and small files. Values were not "
+        f"checked: {len(codes)} codes such as {', '.join(codes[:3])} (all: --json). To check them: {download_command(address)}"
+    )
+
+
+def download_command(address: str) -> str:
+    """Return the command that downloads a checkpoint, or the advice to do so where there is none."""
+    if not address.startswith("hf:"):
+        return "download the folder, then annie-quant audit DIR"
+    name, _, revision = address.removeprefix("hf:").partition("@")
+    at = f" --revision {revision}" if revision else ""
+    return shlex.join(["hf", "download", name]) + f"{at} --local-dir DIR && annie-quant audit DIR"
 
 
 def error_line(rows: Sequence[TensorRow]) -> str:
@@ -137,10 +166,12 @@ def error_line(rows: Sequence[TensorRow]) -> str:
     )
 
 
-def advice(result: Audit, source: Path | None) -> str:
+def advice(result: Audit, source: str | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
-    repair = annie_quant.checkpoint.repair_command(result, source)
     count = f"{len(result.findings)} finding{'s' if len(result.findings) != 1 else ''}"
+    if result.remote:
+        return f"{count}; a repair needs the weights"
+    repair = annie_quant.checkpoint.repair_command(result, source)
     if repair is None:
         return f"{count}; no command repairs this folder: copy or quantize it again"
     place = (

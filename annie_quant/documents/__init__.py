@@ -46,6 +46,7 @@ from annie_quant.documents.checkpoint import (
     PredictedFirstToken,
     PredictedSpeed,
     Recipe,
+    RemoteRead,
     ServerSupport,
     TensorRow,
 )

@@ -95,13 +95,32 @@ class AuditSummary(msgspec.Struct):
     mtp: str | None = None
 
 
+class RemoteRead(msgspec.Struct):
+    """What an audit read of a checkpoint that is not on this machine: small files and headers.
+
+    commit: of the repository; "" for an HTTP folder.
+    size_bytes: of the checkpoint's files, as far as the server reports them.
+    received_bytes: of answers of the server.
+    not_checked: codes of findings that only the values of tensors show.
+    """
+
+    commit: str
+    size_bytes: int
+    received_bytes: int
+    not_checked: list[str] = []
+
+
 class Audit(msgspec.Struct):
-    """The result of an audit. A checkpoint without faults has no finding."""
+    """The result of an audit. A checkpoint without faults has no finding.
+
+    remote: None for a folder on this machine.
+    """
 
     path: str
     findings: list[Finding] = []
     summary: AuditSummary = field(default_factory=AuditSummary)
     tensors: list[TensorRow] = []
+    remote: RemoteRead | None = None
 
     @property
     def ok(self) -> bool:

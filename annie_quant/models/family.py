@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 TEXT_PREFIX = "model."
@@ -120,11 +120,9 @@ class Experts:
 
         "model.layers.3.mlp.experts.7.up_proj.weight" → ("model.layers.3", 7, "up_proj").
         """
-        match = _LAYER.fullmatch(name)
-        if match is None or not match[2].startswith(f"{self.module}."):
+        layer, rest = _layer_and_rest(name)
+        if not rest.startswith(f"{self.module}."):
             return None
-        layer = match[1]
-        rest = match[2]
         number, _, linear = rest[len(self.module) + 1 :].partition(".")
         linear = linear.partition(".")[0]
         valid = (
@@ -410,8 +408,7 @@ def aliases(name: str) -> tuple[str, ...]:
 
 def layer_of(name: str) -> str:
     """Return the layer of a tensor or module ("model.layers.3"), or "" outside of layers."""
-    match = _LAYER.fullmatch(name)
-    return match[1] if match else ""
+    return _layer_and_rest(name)[0]
 
 
 def attention_of(layer: str) -> str:
@@ -429,5 +426,11 @@ def is_attention(name: str) -> bool:
 
 def in_layer(name: str) -> str:
     """Return a name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
+    return _layer_and_rest(name)[1]
+
+
+@lru_cache(1 << 18)  # of all tensors of a large mixture of experts
+def _layer_and_rest(name: str) -> tuple[str, str]:
+    """Return the layer of a name and its rest, or two empty texts outside of layers."""
     match = _LAYER.fullmatch(name)
-    return match[2] if match else ""
+    return (match[1], match[2]) if match else ("", "")

@@ -62,6 +62,36 @@ NOT_JUDGED = {
     "vocab_size",
 }
 
+# Findings that only the values of tensors show.
+OF_VALUES = {
+    "block_scale_nan",
+    "block_scale_negative",
+    "block_scale_zero",
+    "block_scale_underflow",
+    "tensor_scale_bad",
+    "tensor_scale_inverted",
+    "input_scale_bad",
+    "input_scale_inverted",
+    "fused_tensor_scale",
+    "fused_input_scale",
+    "expert_scale_range",
+    "fp8_scale_bad",
+    "fp8_code_nan",
+    "kv_scale_bad",
+    "kv_scale_default",
+    "not_finite",
+    "all_zero",
+    "head_ambiguous",
+}
+# The same, of a comparison with the source.
+OF_SOURCE_VALUES = {
+    "large_error",
+    "differs_from_source",
+    "vision_differs",
+    "fold_plus_one",
+    "fold_mismatch",
+}
+
 
 def fault(code: str, tensor: str, problem: str) -> Finding:
     """Return a finding whose message is "TENSOR: PROBLEM"."""

@@ -25,7 +25,7 @@ from annie_quant.checkpoint.linears import (
     covering_pattern,
     plain_linears,
 )
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder, ValuesUnread
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding
@@ -187,6 +187,8 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
     for name in (n for n in folder if n.endswith(KV_ENDS)):
         try:
             values[name] = kv_scale(folder, config, name)
+        except ValuesUnread:
+            continue
         except ShardError as error:
             yield finding_of(error, name)
             continue

@@ -438,12 +438,10 @@ def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
     An exact name, an fnmatch pattern, or "re:" and an expression.
     """
     listed = tuple(patterns)
-    names, expressions = _compiled(listed)
+    names, starts, expressions = _compiled(listed)
     first = names.get(module, len(listed))
-    parent = module.rpartition(".")[0]
-    while parent:
-        first = min(first, names.get(f"{parent}.*", first))
-        parent = parent.rpartition(".")[0]
+    if module.startswith(tuple(starts)):
+        first = min(first, *(n for start, n in starts.items() if module.startswith(start)))
     for number, expression in expressions:
         if number > first:
             break
@@ -454,19 +452,25 @@ def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
 
 
 @functools.lru_cache(256)
-def _compiled(patterns: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[int, re.Pattern]]]:
-    """Return the numbers of names and of "NAME.*", and the numbers and expressions of other patterns.
+def _compiled(
+    patterns: tuple[str, ...],
+) -> tuple[dict[str, int], dict[str, int], list[tuple[int, re.Pattern]]]:
+    """Return the numbers of names, of the starts in patterns "START*", and of other patterns.
 
     Settings list thousands of names, and a mixture of experts has tens of thousands of modules.
     """
     names: dict[str, int] = {}
+    starts: dict[str, int] = {}
     expressions = []
     for number, pattern in enumerate(patterns):
-        is_expression = pattern.startswith("re:")
-        if not is_expression:
-            names.setdefault(pattern, number)
-        if is_expression or any(sign in pattern.removesuffix(".*") for sign in "*?["):
+        if pattern.startswith("re:"):
             with contextlib.suppress(re.error):
-                text = pattern[3:] if is_expression else translate(pattern)
-                expressions.append((number, re.compile(text)))
-    return names, expressions
+                expressions.append((number, re.compile(pattern[3:])))
+            continue
+        names.setdefault(pattern, number)
+        start = pattern.removesuffix("*")
+        if any(sign in start for sign in "*?["):
+            expressions.append((number, re.compile(translate(pattern))))
+        elif start != pattern:
+            starts.setdefault(start, number)
+    return names, starts, expressions

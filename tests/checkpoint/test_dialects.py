@@ -6,16 +6,21 @@ tests/data/dialects describes how they were made; docs/compatibility.md is their
 from __future__ import annotations
 
 import json
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import keep
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from paths import DATA, ROOT
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+from annie_quant.checkpoint.linears import covering_pattern
 
 DIALECTS = DATA / "dialects"
 SAMPLES = sorted(p.stem for p in DIALECTS.glob("*.json"))
@@ -131,3 +136,25 @@ def test_settings_in_only_one_of_the_two_files(tmp_path):
             before.group,
             before.excluded,
         )
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "a1", "mlp", "0", "[a]"]), min_size=1, max_size=4)
+MODULES = NAMES.map(".".join)
+PATTERNS = st.one_of(
+    MODULES,
+    st.tuples(MODULES, st.sampled_from(["*", ".*", "?", "*b", "[ab]*"])).map("".join),
+    st.sampled_from(["*", "", "re:a", "re:.*b$", "re:(", "re:(a)\\1", "*mlp*", "[!a]*", "a.*.b"]),
+)
+
+
+@given(MODULES, st.lists(PATTERNS, max_size=6))
+def test_the_first_pattern_that_covers_a_module_is_that_of_a_plain_search(module, patterns):
+    def covers(pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            try:
+                return re.match(pattern[3:], module) is not None
+            except re.error:
+                return False
+        return module == pattern or fnmatchcase(module, pattern)
+
+    assert covering_pattern(module, patterns) == next(filter(covers, patterns), None)

@@ -37,6 +37,7 @@ class FolderHub:
         self.folders: dict[str, Path] = {}
         self.lists = True
         self.gated: set[str] = set()
+        self.gated_status = 401
         self.statuses: dict[str, list[int]] = {}
         self.cuts: Counter[str] = Counter()
         self.ranges = True
@@ -132,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         commits = self.hub.commits.get(name, {})
         commit = self.hub.heads[name] if commit == "main" else commit
         if name in self.hub.gated and self.role == "hub" and not self.headers.get("Authorization"):
-            self.answer(401, X_Error_Code="GatedRepo")
+            self.answer(self.hub.gated_status, X_Error_Code="GatedRepo")
         elif commit not in commits:
             self.answer(404, X_Error_Code="RevisionNotFound")
         elif self.role == "hub" and file.endswith(".safetensors"):

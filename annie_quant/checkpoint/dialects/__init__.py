@@ -94,7 +94,7 @@ class QuantizedFolder:
         """The linears in NVFP4."""
         return [x for x in self.linears.values() if x.format == "nvfp4"]
 
-    @property
+    @cached_property
     def unowned(self) -> list[str]:
         """The names of all other tensors, in file order."""
         return [name for name in self.folder if name not in self.owned]

@@ -69,6 +69,13 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size - 4096)
 
 
+def plain_up(table: Table, config: dict) -> None:
+    """Store one linear of a layer in 16 bits, and leave the settings as they are."""
+    module = first(table, "layers.7.mlp.up_proj.weight").partition(".weight")[0]
+    drop(f"{module}.")(table, config)
+    table[f"{module}.weight"] = ("BF16", (17408, 5120))
+
+
 def add_token(folder: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<|late|>": 999_999}))
 
@@ -76,27 +83,101 @@ def add_token(folder: Path) -> None:
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 # release, fault, change of the tables or None, change of the folder or None, expected code
 CASES: list[tuple[str, str, TableChange | None, FolderChange | None, str]] = [
-    (NV27, "block scales of a linear lost", drop("layers.5.mlp.up_proj.weight_scale"), None, "block_scale_missing"),
-    (NV27, "one of two merged linears in 16 bits, not listed", lambda t, c: (drop("layers.7.mlp.up_proj.w")(t, c), t.update({first(t, "layers.7.mlp.gate_proj.weight").replace("gate", "up").removesuffix("_scale"): ("BF16", (17408, 5120))})), None, "fused_mixed"),
+    (
+        NV27,
+        "block scales of a linear lost",
+        drop("layers.5.mlp.up_proj.weight_scale"),
+        None,
+        "block_scale_missing",
+    ),
+    (NV27, "one of two merged linears in 16 bits, not listed", plain_up, None, "fused_mixed"),
     (NV27, "head lost", drop("lm_head"), None, "decoder_incomplete"),
     (NV27, "drafting head lost", drop("mtp."), None, "mtp_missing"),
-    (NV27, "drafting head of another size", layout("BF16", (5120, 5120), "mtp.fc.weight"), None, "mtp_shape"),
-    (NV27, "a git-lfs pointer as a shard", None, shard(lambda p: p.write_bytes(LFS)), "lfs_pointer"),
-    (NV27, "a linear missing in the list of layers", lambda t, c: c["quantization_config"]["quantized_layers"].popitem(), None, "not_listed"),
-    (CT27, "scales of the KV cache of one layer lost", drop("layers.3.self_attn.k_scale"), None, "kv_scale_missing"),
-    (CT27, "block scales in another type", layout("U8", None, "layers.9.mlp.up_proj.weight_scale"), None, "scale_dtype"),
-    (CT27, "block scales of another shape", layout("F8_E4M3", (17408, 100), "layers.9.mlp.up_proj.weight_scale"), None, "scale_shape"),
+    (
+        NV27,
+        "drafting head of another size",
+        layout("BF16", (5120, 5120), "mtp.fc.weight"),
+        None,
+        "mtp_shape",
+    ),
+    (
+        NV27,
+        "a git-lfs pointer as a shard",
+        None,
+        shard(lambda p: p.write_bytes(LFS)),
+        "lfs_pointer",
+    ),
+    (
+        NV27,
+        "a linear missing in the list of layers",
+        lambda t, c: c["quantization_config"]["quantized_layers"].popitem(),
+        None,
+        "not_listed",
+    ),
+    (
+        CT27,
+        "scales of the KV cache of one layer lost",
+        drop("layers.3.self_attn.k_scale"),
+        None,
+        "kv_scale_missing",
+    ),
+    (
+        CT27,
+        "block scales in another type",
+        layout("U8", None, "layers.9.mlp.up_proj.weight_scale"),
+        None,
+        "scale_dtype",
+    ),
+    (
+        CT27,
+        "block scales of another shape",
+        layout("F8_E4M3", (17408, 100), "layers.9.mlp.up_proj.weight_scale"),
+        None,
+        "scale_shape",
+    ),
     (CT27, "a layer lost", drop("layers.20."), None, "decoder_incomplete"),
-    (CT27, "a KV cache in NVFP4", lambda t, c: c["quantization_config"].update(kv_cache_scheme=None, kv_cache_quant_algo="NVFP4"), None, "kv_cache_nvfp4"),
+    (
+        CT27,
+        "a KV cache in NVFP4",
+        lambda t, c: c["quantization_config"].update(
+            kv_cache_scheme=None, kv_cache_quant_algo="NVFP4"
+        ),
+        None,
+        "kv_cache_nvfp4",
+    ),
     (QWEN8, "a shard not uploaded", None, shard(Path.unlink), "shard_missing"),
     (QWEN8, "a shard cut off", None, shard(truncate), "shard_truncated"),
-    (QWEN27, "another method in the settings", lambda t, c: c.update(quantization_config={"quant_method": "gptq"}), None, "method_unknown"),
+    (
+        QWEN27,
+        "another method in the settings",
+        lambda t, c: c.update(quantization_config={"quant_method": "gptq"}),
+        None,
+        "method_unknown",
+    ),
     (QWEN27, "a token beyond the embedding", None, add_token, "vocab_size"),
-    (QWEN27, "class and model type of two forms", lambda t, c: c.update(architectures=["Qwen3_5ForCausalLM"]), None, "names_disagree"),
+    (
+        QWEN27,
+        "class and model type of two forms",
+        lambda t, c: c.update(architectures=["Qwen3_5ForCausalLM"]),
+        None,
+        "names_disagree",
+    ),
     (NV35, "an expert lost", drop("layers.2.mlp.experts.7."), None, "expert_count"),
-    (FP8, "scales of a linear lost", drop("layers.4.mlp.shared_expert.up_proj.weight_scale_inv"), None, "fp8_scale_missing"),
-    (NV235, "scales of the KV cache of one layer lost", drop("layers.9.self_attn.v_proj.v_scale"), None, "kv_scale_missing"),
-]  # fmt: skip
+    (
+        FP8,
+        "scales of a linear lost",
+        drop("layers.4.mlp.shared_expert.up_proj.weight_scale_inv"),
+        None,
+        "fp8_scale_missing",
+    ),
+    (
+        NV235,
+        "scales of the KV cache of one layer lost",
+        drop("layers.9.self_attn.v_proj.v_scale"),
+        None,
+        "kv_scale_missing",
+    ),
+]
 
 
 def main() -> None:

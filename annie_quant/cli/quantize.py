@@ -53,6 +53,8 @@ class QuantizeOptions:
         answers: own: the model answers the conversations' prompts itself, and is calibrated on that; given: the file's answers.
         mixture: How much an answer counts by what it does: given (each once); gates or logs (as often as the persona's gates or
             the logs have it); or factors, as "declines=2,calls=0.5".
+        engine: own: this package; modelopt: NVIDIA ModelOpt runs its configuration of the same recipe (naive, mlp_only, awq_lite,
+            auto_mixed, w4a16_mixed).
         exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
         scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
         kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
@@ -79,6 +81,7 @@ class QuantizeOptions:
     calib_tokens: Annotated[int | None, at_least(1)] = None
     answers: Literal["own", "given"] = "own"
     mixture: str = "given"
+    engine: Literal["own", "modelopt"] = "own"
     exclude_layers: str = ""
     scale: str | None = None
     kv_cache: str = "none"
@@ -107,6 +110,7 @@ _SETTINGS = (
     "calib_tokens",
     "answers",
     "mixture",
+    "engine",
     "persona",
     "scale",
     "force",

@@ -60,6 +60,7 @@ class QuantizationPlan:
     calibration: which conversations were used.
     kv_cache: "FP8", or None for a KV cache in 16 bits.
     kv_scales: layer → scales of its keys and values; empty where the cache's numbers are cast without any.
+    notes: what a user should know about the result, one sentence each.
     """
 
     linears: dict[str, PlannedLinear] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class QuantizationPlan:
     calibration: CalibrationUse | None = None
     kv_cache: str | None = None
     kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(

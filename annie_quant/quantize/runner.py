@@ -31,6 +31,7 @@ from annie_quant.quantize.merged_base import merge_notes, merged_base
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import (
     AnswerSource,
+    EngineName,
     Job,
     Strategy,
     StrategyOptions,
@@ -72,6 +73,7 @@ def run(
     calib_tokens: int | None = None,
     answers: AnswerSource = "own",
     mixture: str = "given",
+    engine: EngineName = "own",
     exclude: str | tuple[str, ...] = (),
     scale: str | None = None,
     force: bool = False,
@@ -91,6 +93,7 @@ def run(
     answers: "own": the model answers the conversations' prompts itself, greedily; "given": the file's answers are used.
     mixture: how much an answer counts, by its behaviour (data/behaviours.py): "given", each once; "gates" or "logs", as often
     as these have them; or factors, as "declines=2,calls=0.5".
+    engine: "own", or "modelopt" where ModelOpt has a configuration of the strategy's recipe and is to run it.
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
@@ -101,7 +104,7 @@ def run(
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
     """
-    part = strategies.find(strategy)
+    part, settings = strategies.engine_of(strategy, engine, options)
     source = Path(model)
     output = check_name(output)
     if not (source / "config.json").is_file():
@@ -119,11 +122,16 @@ def run(
         answers=answers,
         exclude=exclude_patterns(exclude),
         scale=scale_rule(part, scale),
-        options=part.settings(options),
+        options=part.settings(settings),
         seed=seed,
         work=work or output.with_name(f".{output.name}.work"),
     )
     _check_kv_cache(kv_cache)
+    if part.external and (scale or kv_cache != "none"):
+        raise UsageError(
+            f"{part.name} chooses block scales and the KV cache itself: --scale and --kv-cache are not for it",
+            "name a configuration with them, such as general/ptq/nvfp4_default-kv_fp8",
+        )
     # What needs no library is reported before libraries and the model are loaded.
     check_output(job.output, force, (source, job.calib_data, adapter))
     merge_plan = None if adapter is None else plan_merge(source, Path(adapter))
@@ -141,7 +149,7 @@ def run(
         plan = _quantize(part, job, progress, force, kv_cache, prompts, mismatch)
         size = expected_bytes(ModelFolder(job.model), plan.formats)
         source_bytes = weight_bytes(job.model)
-        notes = [*_calibration_notes(plan), *_family_notes(source)]
+        notes = [*_calibration_notes(plan), *plan.notes, *_family_notes(source)]
         if adapter is not None:
             notes += merge_notes(merged, source, Path(adapter), output)
     if work is None:

@@ -33,6 +33,7 @@ TRIAL_POSITIONS = {"cpu": 4096, "cuda": math.inf}
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 AnswerSource = Literal["own", "given"]
+EngineName = Literal["own", "modelopt"]
 
 
 def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
@@ -197,6 +198,8 @@ class Strategy:
     conservative: a search tries it next when a checkpoint answers gibberish.
     limits: returns the limits of its options, or None where they state none.
     any_family: it takes a family that is not known, although it computes single layers of the known ones.
+    external: another library quantizes, which chooses block scales and the KV cache itself.
+    modelopt_options: of the `modelopt` strategy, by which ModelOpt runs this recipe (--engine modelopt); empty where it has none.
     """
 
     name: str
@@ -212,6 +215,8 @@ class Strategy:
     limits: Callable[[Any], Limits | None] = lambda options: None
     conservative: bool = False
     any_family: bool = False
+    external: bool = False
+    modelopt_options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def needs_family(self) -> bool:

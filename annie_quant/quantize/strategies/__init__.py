@@ -6,9 +6,11 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
+import msgspec
+
 from annie_quant import models
 from annie_quant.core.errors import CheckpointError, UsageError
-from annie_quant.quantize.strategy import Strategy
+from annie_quant.quantize.strategy import EngineName, Strategy
 
 # Strategies of earlier versions, and what replaces them.
 REPLACED = {
@@ -38,6 +40,28 @@ def find(name: str) -> Strategy:
             f"there is no strategy called {name!r}", f"choose one of: {', '.join(strategies)}"
         )
     return strategy
+
+
+def engine_of(
+    name: str, engine: EngineName, options: Mapping[str, object]
+) -> tuple[Strategy, Mapping[str, object]]:
+    """Return the strategy that computes the recipe of strategy `name` with an engine, and its options.
+
+    engine: "own", or "modelopt" for ModelOpt's configuration of the same recipe.
+    options: of the strategy `name`. Raises UsageError for a recipe that ModelOpt does not have, and for options that it does not.
+    """
+    chosen = find(name)
+    if engine == "own" or chosen.external:
+        return chosen, options
+    by_modelopt = find("modelopt")
+    if not chosen.modelopt_options:
+        having = [s.name for s in by_rank() if s.modelopt_options]
+        raise UsageError(
+            f"ModelOpt has no configuration of the strategy {chosen.name!r}",
+            f"--engine modelopt takes {', '.join(having)}; --strategy modelopt takes any configuration",
+        )
+    given = chosen.modelopt_options | msgspec.structs.asdict(chosen.settings(options))
+    return by_modelopt, given
 
 
 def by_rank() -> list[Strategy]:

@@ -60,6 +60,7 @@ NAIVE = Strategy(
     cost=Cost(rank=10, layerwise=True, passes=1),
     plan=max_calibrated(all_nvfp4),
     any_family=True,
+    modelopt_options={"config": "NVFP4_DEFAULT_CFG"},
 )
 
 
@@ -75,6 +76,7 @@ MLP_ONLY = Strategy(
     cost=Cost(rank=80, layerwise=True, passes=1),
     plan=max_calibrated(mlp_in_nvfp4),
     any_family=True,
+    modelopt_options={"config": "NVFP4_MLP_ONLY_CFG"},
 )
 
 
@@ -97,6 +99,7 @@ W4A16_MIXED = Strategy(
     cost=Cost(rank=60, layerwise=True, passes=1, encode=SWEEP_TIME),
     plan=max_calibrated(weights_only_or_fp8),
     scale="sweep",
+    modelopt_options={"config": "huggingface/qwen3_5/ptq/w4a16_nvfp4-fp8_attn-kv_fp8_cast"},
 )
 
 
@@ -112,6 +115,7 @@ AWQ_LITE = Strategy(
     formats=ALL_NVFP4,
     cost=Cost(rank=30, layerwise=True, passes=22, encode=20, reads_answers=True),
     plan=plan_folds,
+    modelopt_options={"config": "NVFP4_AWQ_LITE_CFG"},
 )
 
 
@@ -173,4 +177,5 @@ AUTO_MIXED = Strategy(
     scale="sweep",
     conservative=True,
     any_family=True,
+    modelopt_options={"config": "general/auto_quantize/nvfp4_fp8_kl_div_at_5p4bits"},
 )

@@ -1,0 +1,615 @@
+"""modelopt: any configuration of NVIDIA ModelOpt, by its name or recipe file, run by ModelOpt itself.
+
+ModelOpt gets the model, batches of the job's conversations and the exclusions. It calibrates, rounds and exports. Before the
+export, AWQ's scales go where servers can load them; after it the checkpoint is audited against its source and repaired.
+
+Calibration by the largest value alone reads whole conversations, as `naive` does; everything else reads the model's own answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import importlib.util
+import inspect
+import io
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from annie_quant import checkpoint
+from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.linears import HEAD, all_linears
+from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside
+from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError, need
+from annie_quant.core.progress import Progress
+from annie_quant.models import family_or_default, in_layer
+from annie_quant.models.formats import NVFP4_AWQ
+from annie_quant.quantize.formats import excluded
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, described
+
+E2M1 = (2, 1)  # exponent and mantissa bits, as ModelOpt writes a number format
+# Algorithms that compute nothing with rounded numbers. ModelOpt rounds to NVFP4 on a GPU only.
+MAX_ONLY = {"max"}
+IGNORED_LABEL = -100  # of transformers' loss
+RECIPE_FOLDERS = ("ptq", "auto_quantize", "qad")
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+MAX_SCALE_ERROR = 1.05  # between AWQ's scale of a channel and the one that a norm's weight can hold
+MAX_ROW_SCALE = 8.0  # of a linear's row
+MAX_NOTED = 3
+CLOSE_NAMES = 3
+
+
+class ModeloptOptions(StrategyOptions, frozen=True):
+    config: Annotated[
+        str,
+        described(
+            "a configuration (NVFP4_AWQ_LITE_CFG), a recipe of ModelOpt's library "
+            "(general/ptq/nvfp4_default-kv_fp8), or a recipe file"
+        ),
+    ] = ""
+    bits: Annotated[
+        float, described("effective bits per weight of auto_quantize; 0: the recipe's")
+    ] = 0.0
+    scoring: Annotated[
+        Literal["recipe", "gradient", "kl_div"],
+        described("how auto_quantize scores a layer: gradient, kl_div, or as the recipe says"),
+    ] = "recipe"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration as ModelOpt reads it.
+
+    quantize: argument of ModelOpt's quantize; in a search what is not searched, or None.
+    search: the recipe's auto_quantize section; None where nothing is searched.
+    """
+
+    name: str
+    quantize: dict[str, Any] | None = None
+    search: Any = None
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The configurations of quantizers that it has, those of a search one by one."""
+        every = [self.quantize] if self.quantize else []
+        if self.search is not None:
+            candidates = list(self.search.candidate_formats)
+            for space in self.search.module_search_spaces:
+                candidates += space.candidate_formats
+            every += [dumped(candidate) for candidate in candidates]
+        return every
+
+    @property
+    def is_max_only(self) -> bool:
+        """Whether calibration looks for the largest values and does nothing else."""
+        methods = {method for part in self.parts for method in methods_of(part)}
+        return self.search is None and methods <= MAX_ONLY
+
+    @property
+    def rounds_to_nvfp4(self) -> bool:
+        """Whether calibration computes with numbers that are rounded to NVFP4."""
+        return not self.is_max_only and any(uses_nvfp4(part) for part in self.parts)
+
+
+def dumped(settings: Any) -> dict[str, Any]:
+    """Return settings of ModelOpt, a pydantic model, as the dictionary that its functions take."""
+    result: dict[str, Any] = settings.model_dump(exclude_none=True)
+    return result
+
+
+def methods_of(config: Mapping[str, Any]) -> set[str]:
+    """Return the names of a configuration's calibration algorithms."""
+    algorithm = config.get("algorithm")
+    steps = algorithm if isinstance(algorithm, list) else [algorithm]
+    methods = {step.get("method") if isinstance(step, dict) else step for step in steps}
+    return {str(method) for method in methods if method}
+
+
+def uses_nvfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has a quantizer with numbers in E2M1."""
+    for entry in config["quant_cfg"]:
+        attributes = entry.get("cfg") or {}
+        for each in attributes if isinstance(attributes, list) else [attributes]:
+            if each.get("num_bits") in (E2M1, list(E2M1)):
+                return True
+    return False
+
+
+# ---- finding a configuration
+
+
+def find_configuration(name: str, model_type: str) -> Configuration:
+    """Return the configuration of ModelOpt that `name` names: one of its constants, a recipe of its library, or a file.
+
+    model_type: of config.json, which decides where several model types have a recipe of that name.
+    Raises UsageError for an unknown name, with close ones, and for a recipe that does not quantize.
+    """
+    mtq = need("modelopt.torch.quantization", "quantize")
+    if not name:
+        raise UsageError(
+            "--strategy modelopt runs one configuration of ModelOpt",
+            "--set config=NVFP4_DEFAULT_CFG, general/auto_quantize/nvfp4_fp8_at_5p4bits, or a recipe file",
+        )
+    if name in mtq.config.choices:
+        return Configuration(name, copy.deepcopy(getattr(mtq, name)))
+    file = find_recipe(name, model_type, sorted(mtq.config.choices))
+    recipe = load_recipe(name, file)
+    fixed = getattr(recipe, "quantize", None)
+    search = getattr(recipe, "auto_quantize", None)
+    if fixed is None and search is None:
+        raise UsageError(
+            f"{name} is a recipe of ModelOpt that does not quantize", "choose one of general/ptq"
+        )
+    if search is not None and search.constraints.cost_model == "kv_cache":
+        raise UsageError(f"{name} searches formats of the KV cache, which no checkpoint stores")
+    return Configuration(name, None if fixed is None else dumped(fixed), search)
+
+
+def recipe_library() -> Path:
+    """Return the folder of ModelOpt's recipes."""
+    found = importlib.util.find_spec("modelopt_recipes")
+    places = list(found.submodule_search_locations or []) if found else []
+    if not places:
+        raise EnvironmentFault(
+            "ModelOpt's recipes are not installed", "pip install nvidia-modelopt"
+        )
+    return Path(places[0])
+
+
+def find_recipe(name: str, model_type: str, constants: Sequence[str]) -> Path:
+    """Return the file of a recipe: a file's own path, a path in ModelOpt's library, or a recipe's name there."""
+    library = recipe_library()
+    own = Path(name)
+    if own.suffix in (".yaml", ".yml") and own.is_file():
+        return own.resolve()
+    renamed = name.replace("huggingface/", "model_type/", 1)  # the folder's name from 0.48 on
+    for path in (name, renamed):
+        file = library / f"{path.removesuffix('.yaml')}.yaml"
+        if file.is_file():
+            return file
+    every = [f for f in sorted(library.rglob("*.yaml")) if f.parent.name in RECIPE_FOLDERS]
+    named = [file for file in every if file.stem == name]
+    for_model = [file for file in named if model_type.removesuffix("_text") in file.parts]
+    general = [file for file in named if "general" in file.parts]
+    chosen = for_model or general or named
+    if len(chosen) == 1:
+        return chosen[0]
+    paths = [str(file.relative_to(library).with_suffix("")) for file in chosen or every]
+    if chosen:
+        raise UsageError(
+            f"ModelOpt has {len(chosen)} recipes called {name!r}", f"name one: {', '.join(paths)}"
+        )
+    names = [*constants, *(file.stem for file in every), *paths]
+    close = difflib.get_close_matches(name, names, n=CLOSE_NAMES, cutoff=0.3)
+    version = need("modelopt", "quantize").__version__
+    raise UsageError(
+        f"ModelOpt {version} has no configuration called {name!r}",
+        f"close ones: {', '.join(close)}" if close else f"its recipes are in {library}",
+    )
+
+
+def load_recipe(name: str, file: Path) -> Any:
+    """Return ModelOpt's recipe in a file. Raises UsageError with its own reason for one that it refuses."""
+    reader = need("modelopt.recipe", "quantize")
+    try:
+        with silence():
+            return reader.load_recipe(file)
+    except Exception as error:
+        raise UsageError(f"{name}: ModelOpt refuses the recipe: {reason_of(error)}") from error
+
+
+# ---- the text
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Rows of tokens that ModelOpt computes together, int64 [B, T] each.
+
+    ids: shorter rows repeat their own tokens, so that nothing but natural text is observed.
+    labels: the same tokens, and IGNORED_LABEL for repeated ones.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+def text_batches(rows: Sequence[Sequence[int]], device: str, seed: int) -> list[TextBatch]:
+    """Return the rows in batches of similar lengths, in random order."""
+    from annie_quant.quantize.shared_text import PASS_COSTS, divide
+
+    ordered = sorted(rows, key=lambda row: (len(row), tuple(row)))
+    lengths = [len(row) for row in ordered]
+    batches = []
+    for part in divide(lengths, BATCH_TOKENS[device], PASS_COSTS[device].extra_pass):
+        width = lengths[part][-1]
+        ids = np.stack([np.resize(np.asarray(row, np.int64), width) for row in ordered[part]])
+        real = np.arange(width) < np.array(lengths[part])[:, None]
+        batches.append(TextBatch(ids, np.where(real, ids, IGNORED_LABEL)))
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+# ---- running ModelOpt
+
+
+class ModelOptRun:
+    """One model that ModelOpt quantizes."""
+
+    def __init__(
+        self, job: Job[ModeloptOptions], batches: Sequence[TextBatch], progress: Progress
+    ) -> None:
+        import torch
+        import transformers
+
+        from annie_quant.offline.loading import one_line_errors
+        from annie_quant.quantize.backend import device_kind
+
+        self.options = job.options
+        self.patterns = exclusion_patterns(job)
+        self.progress = progress
+        self.family = family_or_default(ModelFolder(job.model).config)
+        self.mtq: Any = need("modelopt.torch.quantization", "quantize")
+        with one_line_errors(job.model):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                job.model, dtype="auto", trust_remote_code=False
+            )
+        self.model = model.eval().to(device_kind())
+        parameters = inspect.signature(type(self.model).forward).parameters
+        self.few_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.batches = [
+            {"input_ids": torch.from_numpy(b.ids), "labels": torch.from_numpy(b.labels)}
+            for b in batches
+        ]
+
+    def forward_loop(self, model: Any) -> None:
+        """Compute all batches, without logits that nothing reads."""
+        import torch
+
+        head = getattr(model.get_output_embeddings(), "input_quantizer", None)
+        options = {} if head is not None and head.is_enabled else self.few_logits
+        with torch.no_grad():
+            for number, batch in enumerate(self.batches, 1):
+                model(batch["input_ids"].to(model.device), use_cache=False, **options)
+                count = len(self.batches)
+                self.progress.update(number, count, f"ModelOpt: batch {number} of {count}")
+
+    def quantize(self, config: dict[str, Any]) -> None:
+        disabled = [
+            {"quantizer_name": f"{pattern}.*", "enable": False} for pattern in self.patterns
+        ]
+        config = config | {"quant_cfg": [*config["quant_cfg"], *disabled]}
+        self.model = self.mtq.quantize(self.model, config, self.forward_loop)
+
+    def search(self, configuration: Configuration) -> None:
+        """Let auto_quantize choose formats, then calibrate the recipe's KV cache if it has one."""
+        section = configuration.search
+        constraints = dumped(section.constraints)
+        if self.options.bits:
+            constraints["effective_bits"] = self.options.bits
+        if section.cost_excluded_layers:
+            cost = constraints.setdefault("cost", {})
+            cost["excluded_module_name_patterns"] = list(section.cost_excluded_layers)
+        method = section.auto_quantize_method
+        if self.options.scoring != "recipe":
+            method = self.options.scoring
+        spaces = []
+        for space in section.module_search_spaces:
+            described_space = {
+                "module_name_patterns": list(space.module_name_patterns),
+                "quantization_formats": [dumped(c) for c in space.candidate_formats],
+                "allow_no_quant": space.allow_no_quant,
+            }
+            spaces.append(described_space)
+        inside_excluded = [f"{pattern}.*" for pattern in self.patterns]
+        self.model, _ = self.mtq.auto_quantize(
+            self.model,
+            constraints=constraints,
+            quantization_formats=[dumped(c) for c in section.candidate_formats] or None,
+            data_loader=self.batches,
+            forward_step=self.loss_step if method == "gradient" else self.logits_step,
+            loss_func=lambda output, batch: output.loss,
+            disabled_layers=[*section.disabled_layers, *self.patterns, *inside_excluded],
+            num_calib_steps=len(self.batches),
+            num_score_steps=self.score_steps(section.score_size),
+            method=method,
+            module_search_spaces=spaces or None,
+            fixed_quantization_config=configuration.quantize,
+        )
+        if section.kv_cache is not None:
+            self.calibrate_kv_cache(dumped(section.kv_cache)["quant_cfg"])
+
+    def loss_step(self, model: Any, batch: dict[str, Any]) -> Any:
+        labelled = {name: tokens.to(model.device) for name, tokens in batch.items()}
+        return model(**labelled, use_cache=False)
+
+    def logits_step(self, model: Any, batch: dict[str, Any]) -> Any:
+        return model(batch["input_ids"].to(model.device), use_cache=False).logits
+
+    def score_steps(self, rows: int) -> int:
+        """Return the number of batches with `rows` rows, or of all batches."""
+        counted = 0
+        for number, batch in enumerate(self.batches, 1):
+            counted += len(batch["input_ids"])
+            if counted >= rows:
+                return number
+        return len(self.batches)
+
+    def calibrate_kv_cache(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Quantize the KV cache after a search, as ModelOpt's own program does."""
+        chosen = [entry for entry in entries if entry["quantizer_name"] != "*"]
+        self.mtq.set_quantizer_by_cfg(self.model, quant_cfg=chosen)
+        if all((entry.get("cfg") or {}).get("use_constant_amax") for entry in chosen):
+            return
+        alone = [{"quantizer_name": "*", "enable": False}, *chosen]
+        with self.mtq.set_quantizer_by_cfg_context(self.model, alone):
+            self.mtq.calibrate(self.model, algorithm="max", forward_loop=self.forward_loop)
+
+    def fold_scales(self) -> None:
+        """Move AWQ's input scales into what produces the input, where no server has to know them.
+
+        ModelOpt itself folds them into norms (as if none computed 1 + w, and without the linears that it leaves in 16 bits)
+        and for some model types into the linear before; others stay tensors that only TensorRT-LLM reads. Where nothing can
+        hold a scale (grouped value heads, DeltaNet's output) it is taken back.
+        """
+        from modelopt.torch.quantization import model_calib
+
+        modules = dict(self.model.named_modules())
+        layers = [name.removesuffix(in_layer(name)) for name in modules if in_layer(name)]
+        for layer in dict.fromkeys(layers):
+            for entry in self.family.inputs:
+                readers = [modules.get(layer + linear) for linear in entry.linears]
+                producer = modules.get(layer + entry.producer)
+                if entry.searched and not entry.per_head and producer is not None:
+                    one = self.family.adds_one(f"{layer}{entry.producer}.weight")
+                    fold_into(producer, [r for r in readers if r is not None], float(one))
+        for module in modules.values():
+            if has_scale(module):
+                model_calib.disable_pre_quant_scale_and_resmooth(module, True)
+
+    def export(self, output: Path) -> None:
+        import torch
+
+        exporter = need("modelopt.torch.export", "quantize")
+        with torch.no_grad():
+            self.fold_scales()
+            exporter.export_hf_checkpoint(self.model, export_dir=str(output))
+
+
+def is_nvfp4(module: Any) -> bool:
+    """Return whether a module is a linear whose weight ModelOpt rounds to NVFP4, without a low-rank part."""
+    quantizer = getattr(module, "weight_quantizer", None)
+    if quantizer is None or not getattr(quantizer, "is_enabled", False):
+        return False
+    return quantizer.num_bits == E2M1 and not hasattr(quantizer, "svdquant_lora_a")
+
+
+def has_scale(module: Any) -> bool:
+    """Return whether a linear in NVFP4 has an input scale of AWQ."""
+    return is_nvfp4(module) and hasattr(module.input_quantizer, "_pre_quant_scale")
+
+
+def fold_into(producer: Any, readers: Sequence[Any], one: float) -> None:
+    """Move the mean of the readers' input scales into the module that produces their input.
+
+    one: 1.0 for a norm that computes (1 + w). The readers' columns are divided by what the producer's weight holds after its
+    rounding. A factor that all channels share is left out: AWQ's scales may be around 0.01, and a norm that computes 1 + w has
+    no digits left there. A channel keeps no scale where the producer cannot hold it: a norm whose gain is about 0, or rows that
+    would leave the range of block scales.
+    """
+    import torch
+
+    scaled = [reader for reader in readers if has_scale(reader)]
+    if not scaled:
+        return
+    scales = [r.input_quantizer._pre_quant_scale.flatten().float() for r in scaled]
+    mean = torch.stack(scales).mean(0)
+    mean = mean / mean.median()
+    weight = producer.weight
+    shape = [-1] + [1] * (weight.dim() - 1)
+    gain = weight.float() + one
+    held = (gain * mean.reshape(shape) - one).to(weight.dtype)
+    factor = mean
+    if weight.dim() == 1:
+        factor = (held.float() + one) / gain
+    usable = (factor >= mean / MAX_SCALE_ERROR) & (factor <= mean * MAX_SCALE_ERROR)
+    if weight.dim() == 2:
+        usable &= (mean >= 1 / MAX_ROW_SCALE) & (mean <= MAX_ROW_SCALE)
+    factor = torch.where(usable, factor, torch.ones_like(factor))
+    weight.copy_(torch.where(usable.reshape(shape), held, weight))
+    if getattr(producer, "bias", None) is not None:
+        producer.bias.copy_(producer.bias.float() * factor)
+    if is_nvfp4(producer):
+        measure_weight(producer)
+    for reader in readers:
+        if not hasattr(reader, "weight"):
+            continue
+        old = torch.ones_like(factor)
+        if has_scale(reader):
+            quantizer = reader.input_quantizer
+            old = quantizer._pre_quant_scale.flatten().float()
+            del quantizer._pre_quant_scale
+            quantizer._enable_pre_quant_scale = False
+            if quantizer.amax is not None:
+                largest = quantizer._amax_for_smoothing.to(factor.device).flatten() * factor
+                quantizer.amax = largest.amax().to(quantizer.amax.dtype)
+        reader.weight.copy_(reader.weight.float() * old / factor)
+        if is_nvfp4(reader):
+            measure_weight(reader)
+
+
+def measure_weight(linear: Any) -> None:
+    """Let ModelOpt measure a weight that was changed. Its calibration would also measure the input, from what it saw before."""
+    from modelopt.torch.quantization import model_calib
+
+    largest_input = linear.input_quantizer.amax
+    linear.weight_quantizer.reset_amax()
+    model_calib.max_calibrate(linear, lambda module: module.weight_quantizer(module.weight))
+    if largest_input is not None:
+        linear.input_quantizer.amax = largest_input
+
+
+def exclusion_patterns(job: Job[ModeloptOptions]) -> list[str]:
+    """Return patterns of modules for ModelOpt that match what --exclude-layers names. Raises UsageError for one without match."""
+    excluded(job.exclude, dict.fromkeys([*all_linears(ModelFolder(job.model)), HEAD]))
+    patterns = []
+    for pattern in job.exclude:
+        # transformers loads the text model of a multimodal checkpoint under shorter names.
+        for name in dict.fromkeys((pattern, pattern.replace("language_model.", ""))):
+            is_wildcard = any(c in name for c in "*?[")
+            patterns += [name] if is_wildcard else [name, f"*.{name}"]
+    return patterns
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep ModelOpt's reports and warnings from the terminal, whose standard output belongs to the command."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def check_machine(configuration: Configuration) -> None:
+    """Raise EnvironmentFault where ModelOpt cannot run a configuration on this machine."""
+    from annie_quant.quantize.backend import device_kind
+
+    if configuration.rounds_to_nvfp4 and device_kind() == "cpu":
+        what = "auto_quantize" if configuration.search is not None else "its calibration"
+        raise EnvironmentFault(
+            f"{configuration.name}: {what} computes with numbers in NVFP4, which ModelOpt does on a CUDA device only",
+            "without one ModelOpt calibrates by the largest values: NVFP4_DEFAULT_CFG, NVFP4_MLP_ONLY_CFG, "
+            "W4A16_NVFP4_CFG; or --engine own",
+        )
+
+
+def check_options(configuration: Configuration, options: ModeloptOptions) -> None:
+    """Raise UsageError for options of a search where nothing is searched."""
+    if configuration.search is None and (options.bits or options.scoring != "recipe"):
+        raise UsageError(
+            f"{configuration.name} chooses no formats, so it has no bits and no scoring",
+            "--set config=general/auto_quantize/nvfp4_fp8_at_5p4bits",
+        )
+    if not 0 <= options.bits <= 16:
+        raise UsageError(f"bits={options.bits:g}: expected more than 0 and at most 16")
+
+
+# ---- the strategy
+
+
+def plan_modelopt(job: Job[ModeloptOptions], progress: Progress) -> QuantizationPlan:
+    """Let ModelOpt quantize and export, and return what is in the sound checkpoint, which write_modelopt moves to its place."""
+    from annie_quant.quantize.backend import device_kind
+    from annie_quant.quantize.calibration_text import (
+        longest_per_row,
+        read_answers,
+        read_whole_conversations,
+    )
+
+    model_type = str(ModelFolder(job.model).config.get("model_type"))
+    configuration = find_configuration(job.options.config, model_type)
+    check_options(configuration, job.options)
+    check_machine(configuration)
+    exclusion_patterns(job)
+    read = read_whole_conversations if configuration.is_max_only else read_answers
+    text = read(job, progress)
+    rows = list(longest_per_row(text.samples).values())
+    folder = exported_folder(job)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    version = need("modelopt", "quantize").__version__
+    progress.message(f"{configuration.name} by ModelOpt {version}")
+    export = folder.with_name("export")
+    try:
+        with silence():
+            run = ModelOptRun(job, text_batches(rows, device_kind(), job.seed), progress)
+            if configuration.search is not None:
+                run.search(configuration)
+            else:
+                run.quantize(configuration.quantize or {})
+            run.export(export)
+    except AnnieError:
+        raise
+    except Exception as error:
+        raise EnvironmentFault(
+            f"{configuration.name}: ModelOpt {version} stopped: {reason_of(error)}",
+            "another configuration, or --engine own with --strategy naive, mlp_only or awq_lite",
+        ) from error
+    del run
+    notes = [
+        f"{configuration.name} by ModelOpt {version}",
+        *repaired(export, job.model, folder, job.output),
+    ]
+    model = dialects.read(ModelFolder(folder))
+    formats = {name: linear.stored_format(model.folder) for name, linear in model.linears.items()}
+    plan = QuantizationPlan.of(formats)
+    plan.calibration = text.use
+    plan.notes = notes
+    return plan
+
+
+def exported_folder(job: Job[ModeloptOptions]) -> Path:
+    """Return the folder in which a job's checkpoint is made."""
+    return job.work_folder() / "modelopt" / "checkpoint"
+
+
+def repaired(export: Path, source: Path, folder: Path, output: Path) -> list[str]:
+    """Audit ModelOpt's export, and put it, or a repaired copy of it, into `folder`. Return what was repaired or cannot be.
+
+    output: where the checkpoint will be, for the notes.
+    """
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(inside(source, source / name), export / name)
+    audit = checkpoint.audit(export, source=source)
+    findings = audit.findings
+    notes: list[str] = []
+    # Servers do not load a linear called NVFP4_AWQ, whose scales are folded; a repair writes the formats that are there.
+    named = (export / "hf_quant_config.json").read_text()
+    if findings or f'"{NVFP4_AWQ}"' in named:
+        with contextlib.suppress(AnnieError):  # a layout that is not repaired keeps its findings
+            result = checkpoint.repair(export, source, folder)
+            findings = result.remaining
+            actions = result.actions
+            more = f"; and {len(actions) - MAX_NOTED} more" if actions[MAX_NOTED:] else ""
+            notes.append(f"repaired: {'; '.join(actions[:MAX_NOTED])}{more}")
+    if not folder.exists():
+        export.rename(folder)
+    if findings:
+        notes.append(
+            f"not sound, {len(findings)} findings such as: {findings[0].message} "
+            f"(annie-quant audit {output} --source {source})"
+        )
+    return notes
+
+
+def write_modelopt(job: Job[ModeloptOptions], plan: QuantizationPlan, progress: Progress) -> None:
+    """Move the checkpoint into the output folder."""
+    for file in sorted(exported_folder(job).iterdir()):
+        shutil.move(file, job.output / file.name)
+
+
+STRATEGY = Strategy(
+    name="modelopt",
+    summary="any configuration of NVIDIA ModelOpt by ModelOpt itself (--set config=NAME), audited and repaired",
+    formats=ALL_NVFP4,
+    # AWQ, the default search and local Hessians take about so many passes.
+    cost=Cost(rank=95, passes=22, encode=20, reads_answers=True),
+    plan=plan_modelopt,
+    options=ModeloptOptions,
+    write=write_modelopt,
+    requires=("torch", "transformers", "modelopt"),
+    external=True,
+)

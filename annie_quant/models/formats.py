@@ -9,6 +9,7 @@ from typing import Literal
 LARGEST_E4M3 = 448.0
 LARGEST_NVFP4 = 6 * LARGEST_E4M3
 GROUP = 16  # columns per block scale of NVFP4
+E2M1_BITS = (2, 1)  # exponent and mantissa bits of a number, as ModelOpt writes its format
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def engine_of(
             f"ModelOpt has no configuration of the strategy {chosen.name!r}",
             f"--engine modelopt takes {', '.join(having)}; --strategy modelopt takes any configuration",
         )
-    given = chosen.modelopt_options | msgspec.structs.asdict(chosen.settings(options))
+    given = {**chosen.modelopt_options, **msgspec.structs.asdict(chosen.settings(options))}
     return by_modelopt, given
 
 

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from annie_quant.bench.findings import finding
 from annie_quant.bench.prefill import cold_lengths
@@ -64,34 +65,49 @@ def different_caches(
     identities: Mapping[str, Identity], answered: Mapping[str, _Records]
 ) -> _Findings:
     """Two servers that take different parts of the same prompts from their caches compute different prompts."""
-    cached = {name: _cached_by_prompt(rows) for name, rows in answered.items()}
     for name, rows in answered.items():
         is_reused = any(r.turn or r.load.prefix for r in rows)
-        if rows and is_reused and not cached[name]:
+        if is_reused and not _cached_by_prompt(rows):
             yield finding("cache_unknown", name)
     for a, b in itertools.combinations(answered, 2):
         if identities[a].url and identities[a].url == identities[b].url:
             continue  # each finds in the cache what the other one has sent
-        shared = cached[a].keys() & cached[b].keys()
-        differing = []
-        for prompt in shared:
-            x, tokens = cached[a][prompt]
-            y, _ = cached[b][prompt]
-            if abs(x - y) > max(DIFFERENT_TOKENS, DIFFERENT_SHARE * tokens):
-                differing.append((abs(x - y), x, y, tokens, prompt[0]))
-        if len(differing) >= max(1, MIN_DIFFERING_PROMPTS * len(shared)):
-            _, x, y, tokens, workload = max(differing)
-            yield finding(
-                "different_cached",
-                a,
-                b,
-                n=len(differing),
-                of=len(shared),
-                x=x,
-                y=y,
-                tokens=tokens,
-                workload=workload,
-            )
+        difference = cache_difference(answered[a], answered[b])
+        if difference is not None:
+            yield finding("different_cached", a, b, **asdict(difference))
+
+
+@dataclass(frozen=True)
+class CacheDifference:
+    """Prompts of two sides of which other parts were cached.
+
+    n, of: such prompts, and all that both sides have and report.
+    workload, tokens, x, y: of the one that differs most: its tokens, and those cached on either side.
+    """
+
+    n: int
+    of: int
+    workload: str
+    tokens: float
+    x: float
+    y: float
+
+
+def cache_difference(left: _Records, right: _Records) -> CacheDifference | None:
+    """Return how the cached tokens of two sides differ; None where they do in too few prompts to matter."""
+    before = _cached_by_prompt(left)
+    after = _cached_by_prompt(right)
+    shared = before.keys() & after.keys()
+    differing = []
+    for prompt in shared:
+        x, tokens = before[prompt]
+        y, _ = after[prompt]
+        if abs(x - y) > max(DIFFERENT_TOKENS, DIFFERENT_SHARE * tokens):
+            differing.append((abs(x - y), x, y, tokens, prompt[0]))
+    if len(differing) < max(1, MIN_DIFFERING_PROMPTS * len(shared)):
+        return None
+    _, x, y, tokens, workload = max(differing)
+    return CacheDifference(len(differing), len(shared), workload, tokens, x, y)
 
 
 def _cached_by_prompt(rows: _Records) -> dict[tuple[str, str, int], tuple[float, float]]:

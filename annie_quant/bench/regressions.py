@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import msgspec
 
 from annie_quant import documents
 from annie_quant.bench.aggregates import CheckedPrompts, adjust, labelled, timed, values_by_prompt
+from annie_quant.bench.cache_findings import cache_difference
 from annie_quant.bench.machine import unequal
 from annie_quant.bench.reference_answers import contents
 from annie_quant.bench.run_folder import read_records, read_unanswered
@@ -65,6 +66,7 @@ class Regression(msgspec.Struct, kw_only=True):
     silent: backends that answered in the stored run and not once in the new one.
     left_out: prompts ("workload/case") whose content is another one than in the stored run.
     machine: how the machines of the two runs differ by the probe; "" where they do not, or it was not measured.
+    caches: one line per backend whose prefix cache had other parts of the prompts.
     """
 
     worse: list[MetricChange]
@@ -75,6 +77,7 @@ class Regression(msgspec.Struct, kw_only=True):
     silent: list[str] = []
     left_out: list[str] = []
     machine: str = ""
+    caches: list[str] = []
 
     @property
     def lost(self) -> bool:
@@ -112,6 +115,7 @@ def regression(
         silent=[name for name in shared if new.is_silent(name) and not stored.is_silent(name)],
         left_out=left_out,
         machine=unequal(stored.machine, new.machine),
+        caches=[*_cache_lines(stored, new, shared)],
     )
     for row in rows:
         better = METRICS[row.metric].better
@@ -121,6 +125,17 @@ def regression(
     if result.lost:
         result.outcome = "loses"
     return result
+
+
+def _cache_lines(stored: _MeasuredRun, new: _MeasuredRun, backends: Sequence[str]) -> Iterator[str]:
+    for name in backends:
+        difference = cache_difference(stored.records[name], new.records[name])
+        if difference is not None:
+            yield (
+                f"{name} did not compute the same part of {difference.n} of {difference.of} prompts: in {difference.workload} "
+                f"{difference.x:.0f} of {difference.tokens:.0f} tokens were cached in the stored run, {difference.y:.0f} now; "
+                "TTFT differs by that too"
+            )
 
 
 @dataclass

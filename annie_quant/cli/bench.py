@@ -159,7 +159,8 @@ def bench(options: BenchOptions) -> None:
     if compared:
         left_out = f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
         notes = [left_out + ", ".join(compared.left_out[:3])] if compared.left_out else []
-        notes += [*timing.losses(compared), *([compared.machine] if compared.machine else [])]
+        notes += [*timing.losses(compared), *compared.caches]
+        notes += [compared.machine] if compared.machine else []
         for line in (*notes, f"against {stored}: {compared.outcome}"):
             console.note(line)
     sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
@@ -210,10 +211,20 @@ def document(
         "roles": aggregates.roles,
         "gates": {name: side.gates for name, side in aggregates.served.items()},
         "paired": {name: side.paired for name, side in aggregates.served.items() if side.judged_by},
+        "prefill": aggregates.prefill,
         "report": str(report),
     }
     if compared:
-        fields = ("outcome", "worse", "better", "gates_lost", "silent", "left_out", "machine")
+        fields = (
+            "outcome",
+            "worse",
+            "better",
+            "gates_lost",
+            "silent",
+            "left_out",
+            "machine",
+            "caches",
+        )
         result["regression"] = {k: getattr(compared, k) for k in fields}
     return msgspec.to_builtins(result)
 

@@ -263,11 +263,12 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
 
 
 def _predicted(model: Path, options: ServeOptions) -> list[str]:
-    """Return the predicted speed and time to the first token as lines; none for a GGUF file."""
+    """Return the predicted speed and time to the first token as lines, or that there are none."""
     from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
 
     if not model.is_dir():
-        return []
+        what = "tokens per second and first token: not predicted for a GGUF file"
+        return [f"{what}, measured by annie-quant bench --workloads first_token"]
     folder = ModelFolder(model)
     prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
     return [

@@ -260,3 +260,27 @@ def test_llama_cpp_reports_what_it_takes_from_its_cache(tmp_path):
         if r["turn"] == 0:
             assert r["cached_tokens"] <= 16
     assert {line.cache for line in result.aggregates.prefill["a"]} <= {"cold", "cached"}
+
+
+def test_another_cache_than_in_the_stored_run_is_named(tmp_path):
+    from annie_quant import documents
+
+    def stored(folder, cached):
+        rows = rows_on_a_line("a", 40.0, 0.25, cached=cached)
+        for record in rows:
+            record.tokens.usage = {"prompt_tokens": 9000}
+            record.prompt_sha256 = record.case
+        folder.mkdir()
+        lines = [documents.encode_record(r) + b"\n" for r in rows]
+        (folder / "records.jsonl").write_bytes(b"".join(lines))
+        config = config_of(w={"temperature": 0})
+        aggregates = aggregate_records(rows, config, {"a": known("a")})
+        result = documents.Bench(config=config, backends={"a": known("a")}, aggregates=aggregates)
+        documents.write(folder / "bench.json", result)
+        return folder
+
+    cold = stored(tmp_path / "cold", 0)
+    warm = stored(tmp_path / "warm", 5000)
+    (line,) = bench.regression(cold, warm).caches
+    assert "21 of 21 prompts" in line and "0 of 9000 tokens were cached" in line
+    assert bench.regression(cold, stored(tmp_path / "same", 10)).caches == []

@@ -52,6 +52,7 @@ def test_llama_cpp_accepts_a_gguf_file(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
     done = dry_run(tmp_path / "x.gguf", "llama.cpp")
     assert done.returncode == 0 and done.stdout.startswith("llama-server --model ")
+    assert "not predicted for a GGUF file" in done.stderr
 
 
 def nan_scale(t, c):

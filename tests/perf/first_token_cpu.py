@@ -1,7 +1,7 @@
 """Time to the first token of llama.cpp (the xllamacpp wheel) on a CPU over 128 to 2,048 prompt tokens, per format.
 
     python tests/perf/first_token_cpu.py NAME=MODEL.gguf ... --repeats 2 > rows.jsonl
-    python tests/perf/first_token_cpu.py --table rows.jsonl
+    python tests/perf/first_token_cpu.py NAME=MODEL.gguf ... --table rows.jsonl
 
 One server per file, one thread each, one request in flight, one token per answer, prompts in random order, each with its own
 beginning and without the prefix cache. Next to the client's time stands the processor time of the server, which a shared
@@ -17,8 +17,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import psutil
 
 from annie_quant import stream
@@ -81,28 +83,41 @@ def measure(files: dict[str, Path], repeats: int) -> None:
             server.stop()
 
 
-def table(path: Path) -> None:
-    """Print medians per length, and the error of a rate that one length of the same file gives."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def flops_of(path: Path) -> Callable[[float], float]:
+    """Return the function that counts a prompt's FLOPs, in linears and attention, from a GGUF file's shapes."""
+    reader = gguf.GGUFReader(path)
+    arch = reader.fields["general.architecture"].contents()
+    layers = reader.fields[f"{arch}.block_count"].contents()
+    hidden = reader.fields[f"{arch}.embedding_length"].contents()
+    linears = [t for t in reader.tensors if t.name.startswith("blk.") and len(t.shape) == 2]
+    weights = sum(int(t.n_elements) for t in linears)
+    return lambda tokens: 2 * weights * tokens + 2 * layers * hidden * tokens**2
+
+
+def table(rows_file: Path, files: dict[str, Path]) -> None:
+    """Print medians per length, and the errors of one rate: FLOPs per second as at 512 tokens."""
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     by_model: dict[str, dict[int, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_model[row["model"]][row["length"]].append(row)
-    print(f"| model | {' | '.join(f'{n:,}' for n in LENGTHS)} | of one rate |\n|---|" + "---|" * 6)
+    print(f"| model | {' | '.join(f'{n:,}' for n in LENGTHS)} | errors of one rate |")
+    print("|---" * (len(LENGTHS) + 2) + "|")
     for model, lengths in by_model.items():
+        flops = flops_of(files[model])
         cells = []
-        rates = {}
+        seconds_per_flop = {}
         for length in LENGTHS:
             own = lengths[length]
             tokens = statistics.median(r["tokens"] for r in own)
             cpu = statistics.median(r["cpu_ms"] for r in own)
             wall = statistics.median(r["ms"] for r in own)
-            rates[length] = cpu / tokens
-            cells.append(f"{cpu:,.0f} ({wall:,.0f}) ms, {tokens:.0f} tokens")
-        errors = [rates[512] / rate - 1 for rate in rates.values()]
+            seconds_per_flop[length] = cpu / flops(tokens)
+            cells.append(f"{tokens:.0f}: {cpu:,.0f} ({wall:,.0f})")
+        errors = [seconds_per_flop[512] / value - 1 for value in seconds_per_flop.values()]
         cells.append(f"{min(errors):+.0%} to {max(errors):+.0%}")
         print(f"| {model} | {' | '.join(cells)} |")
     loads = [row["load"] for row in rows]
-    print(f"\nload average {min(loads)} to {max(loads)}, n = {len(rows)}")
+    print(f"\nLoad average {min(loads)} to {max(loads)}, n = {len(rows)}.")
 
 
 def main() -> None:
@@ -113,11 +128,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
-    if arguments.table:
-        table(arguments.table)
-        return
     pairs = (item.partition("=") for item in arguments.files)
-    measure({name: Path(path) for name, _, path in pairs}, arguments.repeats)
+    files = {name: Path(path) for name, _, path in pairs}
+    if arguments.table:
+        table(arguments.table, files)
+    else:
+        measure(files, arguments.repeats)
 
 
 if __name__ == "__main__":

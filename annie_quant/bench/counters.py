@@ -101,9 +101,32 @@ def prompt_counters(page: str) -> PromptCounters | None:
     return PromptCounters(prompt, cached + totals.get("vllm:external_prefix_cache_hits", 0.0))
 
 
-def read_counters(backend: Backend) -> Counters | None:
-    """Read the counters of a vLLM server's drafts; None where it has none."""
-    return draft_counters(metrics_page(backend) or "")
+@dataclass(frozen=True)
+class PositionCounters:
+    """Since the server's start: steps with drafts, and per position from 1 on the accepted drafts."""
+
+    steps: float
+    accepted: list[float]
+
+
+_POSITION = re.compile(
+    r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d{1,3})"[^}]*\} (\S+)'
+)
+
+
+def position_counters(page: str) -> PositionCounters | None:
+    """Return the counters in Prometheus text, summed over engines; None where the server does not count them."""
+    accepted: dict[int, float] = {}
+    for line in page.splitlines():
+        match = _POSITION.match(line)
+        if match:
+            with contextlib.suppress(ValueError):
+                position = int(match[1])
+                accepted[position] = accepted.get(position, 0.0) + float(match[2])
+    steps = _totals(page).get("vllm:spec_decode_num_drafts")
+    if steps is None or sorted(accepted) != list(range(len(accepted))):
+        return None
+    return PositionCounters(steps, [accepted[k] for k in sorted(accepted)])
 
 
 class CounterReader:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.decode_speed import TokenBytes, token_bytes
+from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import is_tied
 from annie_quant.core.files import read_whole_json
-from annie_quant.documents import Device
+from annie_quant.documents import Device, Evaluation
 from annie_quant.documents.drafts import DRAFTS_FILE, DraftPrediction, TunedHead
 from annie_quant.documents.reading import convert
 
@@ -164,6 +166,22 @@ def describe_folder(folder: ModelFolder, device: Device | None = None) -> list[s
     tuned = read_tuned_head(folder)
     if tuned is None:
         return []
-    costs = costs_of(folder, device)
-    kinds = sorted(tuned.after, key=lambda kind: (kind != "all", kind))
-    return [describe(kind, tuned.after[kind], costs) for kind in kinds]
+    return describe_kinds(tuned.after, costs_of(folder, device))
+
+
+def describe_evaluation(folder: Path, evaluation: Evaluation) -> list[str]:
+    """Return the predictions of the first numerics as lines; [] without a head."""
+    drafts = next((side.drafts for side in evaluation.numerics.values() if side.drafts), {})
+    try:
+        costs = costs_of(ModelFolder(folder)) if drafts else None
+    except ShardError:
+        costs = None
+    return describe_kinds(drafts, costs)
+
+
+def describe_kinds(
+    predictions: Mapping[str, DraftPrediction], times: StepTimes | None
+) -> list[str]:
+    """Return one line per kind of prompt, "all" first."""
+    kinds = sorted(predictions, key=lambda kind: (kind != "all", kind))
+    return [describe(kind, predictions[kind], times) for kind in kinds]

@@ -73,6 +73,8 @@ def _vllm(model: QuantizedFolder) -> Rule:
         notes.append(
             f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)"
         )
+    if f"{folder.family.mtp}fc" in nvfp4_columns(model):
+        notes.append("without drafts: it builds mtp.fc in 16 bits, and it is in NVFP4 (#38832)")
     # vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md).
     if "mamba_ssm_dtype" not in folder.text_config and any(map(models.is_log_decay, folder)):
         flag = "unless served with --mamba-ssm-cache-dtype float32 (config.json has no mamba_ssm_dtype)"
@@ -121,8 +123,22 @@ def sglang(model: QuantizedFolder) -> Rule:
         return "no", "NVFP4_AWQ is not loaded"
     plain_nvfp4 = model.linears and fits_modelopt_option(model.config.method, model.config.algo)
     if plain_nvfp4 and not (model.folder.path / modelopt.HF_QUANT_CONFIG).exists():
-        return "after", "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
-    return "yes", ""
+        flag = "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
+        return "after", ", ".join(filter(None, [flag, _sglang_drafts(model)]))
+    return "yes", _sglang_drafts(model)
+
+
+def _sglang_drafts(model: QuantizedFolder) -> str:
+    """Return why SGLang accepts no drafts of the checkpoint's head, "" where it does or where there is none."""
+    family = model.folder.family
+    if not any(map(family.in_mtp, model.folder)) or not model.linears:
+        return ""
+    newest = table()["SGLang"].newest
+    if model.config.method == compressed_tensors.NAME:
+        return f"without drafts up to {newest}: no linear of the head is loaded from this layout (#35797)"
+    if any(map(family.in_mtp, nvfp4_columns(model))):
+        return f"without drafts up to {newest}: the head is built in 16 bits, and it is in NVFP4"
+    return ""
 
 
 def old_runtimes(model: QuantizedFolder) -> Rule:

@@ -323,7 +323,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     reference; 0 if it keeps what the reference does, or n cannot decide.
     """
     quiet_engines()
-    from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
+    from annie_quant.checkpoint import ModelFolder, decode_speed, draft_speed, first_token
     from annie_quant.data.rows import check_calibration, read_conversations
     from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
@@ -371,6 +371,7 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         if speed:
             predicted.append(decode_speed.describe(speed))
             predicted.append(first_token.describe_folder(ModelFolder(job.checkpoint)))
+        predicted += draft_speed.describe_evaluation(job.checkpoint, result)
         for line in (*result.notes, *_summary_lines(result), *predicted):
             console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it

@@ -264,7 +264,7 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
 
 def _predicted(model: Path, options: ServeOptions) -> list[str]:
     """Return the predicted speed and time to the first token as lines, or that there are none."""
-    from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
+    from annie_quant.checkpoint import ModelFolder, decode_speed, draft_speed, first_token
 
     if not model.is_dir():
         what = "tokens per second and first token: not predicted for a GGUF file"
@@ -274,6 +274,7 @@ def _predicted(model: Path, options: ServeOptions) -> list[str]:
     return [
         decode_speed.describe(decode_speed.predict(folder)),
         first_token.describe_folder(folder, options.runtime, prompt=prompt),
+        *draft_speed.describe_folder(folder),
     ]
 
 

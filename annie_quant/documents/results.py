@@ -11,6 +11,7 @@ from msgspec import Meta, field
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import limited
 from annie_quant.documents.checkpoint import PredictedFirstToken, PredictedSpeed
+from annie_quant.documents.drafts import DraftPrediction
 from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
 from annie_quant.documents.statistics import (
@@ -399,6 +400,7 @@ class OfflineSide(msgspec.Struct, kw_only=True):
     perplexity_reference: float | None = None
     same_answers: SameAnswers | None = None
     verbosity_ratio: float | None = None
+    drafts: dict[str, DraftPrediction] = {}
 
 
 class Aggregates(msgspec.Struct, kw_only=True):

@@ -20,7 +20,6 @@ import msgspec
 
 from annie_quant import models
 from annie_quant.bench.backend import Backend, identity, sglang_page
-from annie_quant.bench.counters import read_counters
 from annie_quant.checkpoint import ModelFolder, dialects, loader_support
 from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.dialects import QuantizedFolder
@@ -30,7 +29,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.documents import LoadedModel, decode, salvage_line
 from annie_quant.models.server_parsers import parser_hint, parsers_for, row_of
-from annie_quant.ops import known_faults, server_checks
+from annie_quant.ops import known_faults, served_drafts, server_checks
 from annie_quant.ops.doctor import (
     WHY_NO_REASONING,
     CheckResult,
@@ -69,20 +68,6 @@ class Props(msgspec.Struct):
     build_info: str = ""
 
 
-class Timings(msgspec.Struct):
-    """Of one answer of llama.cpp. predicted_n: tokens; draft_n: of them drafted, where the server drafts."""
-
-    predicted_n: int = 0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-
-
-class TimedAnswer(msgspec.Struct):
-    """An answer of llama.cpp's /completion."""
-
-    timings: Timings = msgspec.field(default_factory=Timings)
-
-
 def check_served(
     url: str,
     checkpoint: Path,
@@ -112,7 +97,8 @@ def check_served(
             note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)
         ]
     if not info:
-        drafts = check_drafts(root, served, headers)
+        drafts = served_drafts.check_drafts(root, checkpoint, served, headers, result.name)
+        loaded += served_drafts.check_template(root, checkpoint, headers)
     else:
         loaded += check_info(info, checkpoint)
         drafts = check_accepted(info, NOT_ACCEPTED)
@@ -316,56 +302,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
     return [*findings, ok(FORMATS, "; ".join(lines))]
 
 
-DRAFTS = "drafts"
 NOT_ACCEPTED = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
-# tokens per answer, and answers
-N_DRAFTED = 32
-_N_PROMPTS = 8
-
-
-def check_drafts(
-    root: str, served: server_checks.Served, headers: Mapping[str, str] | None = None
-) -> CheckResult:
-    """Return how many drafted tokens a server accepts, while it answers some of the prompts that it has answered before."""
-    prompts = served.prompts[:_N_PROMPTS]
-    if served.family == "llama.cpp":
-        bodies = [server_checks.native_body(p, N_DRAFTED) for p in prompts]
-        replies = server_checks.post(root + server_checks.NATIVE, bodies, headers)
-        answers = [
-            salvage_line(TimedAnswer, reply.body).timings
-            for reply in replies
-            if reply.status == 200
-        ]
-        drafted = sum(a.draft_n for a in answers)
-        accepted = sum(a.draft_n_accepted for a in answers)
-        steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
-    else:
-        server = Backend("server", root, headers=headers or {})
-        before = read_counters(server)
-        model = server_checks.model_name(root, headers)
-        bodies = [server_checks.openai_body(model, p, N_DRAFTED) for p in prompts]
-        server_checks.post(root + server_checks.OPENAI, bodies, headers)
-        after = read_counters(server)
-        steps = drafted = accepted = 0
-        if before and after:
-            drafted = int(after.drafted - before.drafted)
-            accepted = int(after.accepted - before.accepted)
-            steps = int(after.generated - before.generated) - accepted
-    if drafted <= 0:
-        return note(
-            DRAFTS,
-            "the server drafts nothing",
-            "it was started without speculative decoding, or reports none",
-        )
-    message = f"{accepted} of {drafted} drafted tokens accepted, {1 + accepted / max(1, steps):.2f} tokens per step"
-    if accepted > 0:
-        return ok(DRAFTS, message)
-    return fault(
-        DRAFTS,
-        message,
-        NOT_ACCEPTED,
-        "annie-quant audit DIR --source BF16 compares the head's tensors",
-    )
 
 
 def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[CheckResult]:

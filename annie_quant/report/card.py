@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from annie_quant import __version__, documents
-from annie_quant.checkpoint import ModelFolder, decode_speed, first_token
+from annie_quant.checkpoint import ModelFolder, decode_speed, draft_speed, first_token
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
@@ -169,6 +169,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         summary=summary,
         predicted=speed and decode_speed.describe(speed),
         first_token=speed and first_token.describe_folder(ModelFolder(subject.folder), device=gb10),
+        drafts=speed and draft_speed.describe_folder(ModelFolder(subject.folder), gb10)[:1],
         recipe=subject.recipe,
         producer=documents.salvage_or_default(
             _QuantConfig, subject.folder / "hf_quant_config.json"

@@ -18,6 +18,7 @@ from annie_quant.core.templates import render_html, render_markdown
 from annie_quant.core.text import visible
 from annie_quant.documents import RequestRecord
 from annie_quant.report import comparison, format, prompt_times, tables
+from annie_quant.report.drafts import drafts_table
 from annie_quant.report.format import count, name
 from annie_quant.report.recheck import caveats, check_figures
 from annie_quant.report.run import LoadedRun
@@ -277,6 +278,7 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "changes": tables.changes(run),
         "gates": tables.gates_table(run),
         "kl": tables.kl_table(run),
+        "drafts": drafts_table(run),
         "latency": {metric: tables.latency_table(run, metric) for metric in tables.LABELS},
         "overall": tables.comparisons_table(run, only_all=True),
         "comparisons": tables.comparisons_table(run),

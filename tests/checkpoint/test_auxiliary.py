@@ -100,7 +100,6 @@ FAULTS = {
         "mtp_shape",
         f"{UP}.weight",
     ),
-    "the head is quantized": (quantize_up, False, "mtp_quantized", UP.replace("up_", "gate_")),
     "the tower is missing": (without("model.visual."), True, "vision_missing", PATCH),
     "one bit of the tower differs": (flip, True, "vision_differs", PATCH),
     "the tower in another type": (
@@ -130,3 +129,15 @@ def test_each_fault_is_named_and_repaired(checkpoints, tmp_path, fault):
     assert config["text_config"]["mtp_num_hidden_layers"] == 1 and config["vision_config"] == {
         "depth": 1
     }
+
+
+def test_a_head_in_nvfp4_is_no_fault_and_servers_differ(checkpoints, tmp_path):
+    """llama.cpp accepts its drafts as those of a 16-bit head; SGLang builds the head in 16 bits."""
+    bad = zoo.spoil(checkpoints["sound"], tmp_path / "nvfp4", quantize_up)
+    (bad / "hf_quant_config.json").unlink()
+    audit = aq.checkpoint.audit(bad)
+    assert audit.findings == []
+    notes = {support.server: support.note for support in audit.summary.servers}
+    assert "without drafts" in notes["SGLang"] and "NVFP4" in notes["SGLang"]
+    sound = aq.checkpoint.audit(checkpoints["sound"]).summary.servers
+    assert not any("without drafts" in support.note for support in sound)

@@ -4,8 +4,7 @@ The decoder's tensors, experts, the head for multi-token prediction, the vision 
 
 No file is invalid where a tensor is lost, and not every loader reports it: transformers initializes
 it with random values, and reads neither head nor tower from a text checkpoint. Without its weights
-none of the MTP head's tokens are accepted (vLLM #35548); of a head in NVFP4, 0 of 24 drafts were
-accepted, against 48 % in 16 bits. ModelOpt leaves merged experts unquantized without a message
+none of the MTP head's tokens are accepted (vLLM #35548). ModelOpt leaves merged experts unquantized without a message
 (#1340) and writes dead experts and scales that underflow (#1382, #1421); vLLM drops the scales of
 merged experts when it loads them (#49638).
 """
@@ -245,7 +244,7 @@ def mtp_layers(folder: ModelFolder) -> int:
 
 
 def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Iterator[Finding]:
-    """Check that the MTP head is there, is not in NVFP4, and fits the model.
+    """Check that the MTP head is there, and fits the model. Servers differ in whether they load one in NVFP4 (loader_support.py).
 
     With a source, nothing may be lost.
     """
@@ -259,10 +258,6 @@ def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Itera
     elif layers and not mtp_lost:
         head = f"there is no {folder.family.mtp}* tensor (audit --repair --source)"
         yield fault("mtp_missing", "config.json", f"mtp_num_hidden_layers is {layers} and {head}")
-    quantized = sorted(x.name for x in model.nvfp4 if folder.family.in_mtp(x.name))
-    if quantized:
-        problem = f"{len(quantized)} linears of the MTP head are in NVFP4; drafts of such a head are not accepted"
-        yield fault("mtp_quantized", quantized[0], problem)
 
 
 def check_lost(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:

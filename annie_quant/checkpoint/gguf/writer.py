@@ -110,7 +110,7 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
         raise CheckpointError(message, "llama.cpp serves Qwen3.5 with equal ones only")
     has_mtp = any(map(folder.family.in_mtp, folder))
     plan = GgufPlan(
-        model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0
+        model, kind, layout, settings, settings.mtp_num_hidden_layers or 1 if has_mtp else 0
     )
     plan.entries.extend(plan.tensors())
     factors = settings.frequency_factors()
@@ -192,12 +192,15 @@ class GgufPlan:
             shape = (len(names), *shape)
         formats = {linear.format for linear in linears}
         to_nvfp4 = self.kind == "NVFP4"
-        if to_nvfp4 and formats == {"nvfp4"} and columns % NVFP4_BLOCK == 0:
+        # A file with an NVFP4 head does not start without drafts (llama.cpp #27736).
+        in_head = self.layout.family.in_mtp(names[0])
+        if to_nvfp4 and formats == {"nvfp4"} and columns % NVFP4_BLOCK == 0 and not in_head:
             yield from self._nvfp4_tensors(stored, shape, linears, stacked)
             return
         self.dequantized.extend(x.name for x in linears)
         # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
-        to_q8_0 = to_nvfp4 and formats == {"fp8"} and not stacked and columns % 32 == 0
+        is_short = formats == {"fp8"} or (in_head and formats == {"nvfp4"})
+        to_q8_0 = to_nvfp4 and is_short and not stacked and columns % 32 == 0
         kind = "Q8_0" if to_q8_0 else self._type(stored, shape)
         yield GgufTensor(stored, kind, shape, partial(self._numbers, stored, kind, names))
 

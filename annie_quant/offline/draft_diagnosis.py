@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,10 @@ def zero(module: nn.Module) -> None:
         parameter.zero_()
 
 
+def drop_part(part: str, head: DraftHead) -> None:
+    zero(head.get_submodule(part))
+
+
 def exchange_halves(head: DraftHead) -> None:
     first, second = head.fc.weight.chunk(2, 1)
     head.fc.weight.copy_(torch.cat([second, first], 1))
@@ -105,9 +110,7 @@ def changes(head: DraftHead) -> dict[str, Callable[[DraftHead], None]]:
     layer = head.layers[0]
     parts += [f"layers.0.{name}" for name, _ in layer.named_children()]
     for part in parts:
-        faults[DROPPED.format(f"mtp.{part}")] = lambda head, part=part: zero(
-            head.get_submodule(part)
-        )
+        faults[DROPPED.format(f"mtp.{part}")] = partial(drop_part, part)
     return faults
 
 

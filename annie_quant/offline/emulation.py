@@ -28,7 +28,13 @@ from torch.overrides import TorchFunctionMode
 
 from annie_quant.models import family_or_default
 from annie_quant.offline.codec import Round, rounding
-from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
+from annie_quant.offline.linears import (
+    NVFP4Linear,
+    PromptPositions,
+    nvfp4_linears,
+    set_numerics,
+    sum_of_parts,
+)
 from annie_quant.offline.profiles import FLOAT32, Profile
 
 
@@ -60,8 +66,12 @@ PERMUTED = SumOrder(permutation=1)
 @contextlib.contextmanager
 def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iterator[None]:
     """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart."""
-    if nvfp4_linears(model):
+    linears = nvfp4_linears(model)
+    if linears:
         set_numerics(model, profile.name)
+    prompts = PromptPositions()
+    for linear in linears.values():
+        linear.prompts = prompts
     config: Any = getattr(model, "config", None)
     adds_one = family_or_default(
         config.get_text_config().to_dict() if config is not None else {}
@@ -75,6 +85,7 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
         before = getattr(model, "annie_quant_profile", None)
         prefixes = getattr(model, "annie_quant_prefixes", None)
         model.annie_quant_profile = profile  # type: ignore[assignment]
+        model.annie_quant_prompts = prompts  # type: ignore[assignment]
         model.annie_quant_prefixes = {}  # type: ignore[assignment]  # Engine.prefix: caches in this arithmetic
         try:
             yield

@@ -24,6 +24,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.offline import caches, codec
 from annie_quant.offline.codec import rounding
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
+from annie_quant.offline.linears import PromptPositions
 from annie_quant.offline.profiles import Profile, profile_of
 
 ATTENTION_NAME = "annie_quant_grouped"
@@ -301,6 +302,7 @@ class Engine:
         if self.device.type != "cpu" or bool(positions.all()):
             yield
             return
+        prompts = self.prompt_positions
         mlp = getattr(self.model.base_model.layers[-1], "mlp", None)
         if mlp is None or not hasattr(mlp, "down_proj"):
             yield
@@ -312,8 +314,11 @@ class Engine:
         def at_positions(x: torch.Tensor) -> torch.Tensor:
             output = torch.zeros_like(x)
             chosen = x[positions]
+            inside = prompts.positions
+            inside = inside[positions] if isinstance(inside, torch.Tensor) else inside
             if len(chosen):
-                output[positions] = forward(chosen)
+                with prompts.set(inside):
+                    output[positions] = forward(chosen)
             return output
 
         mlp.forward = at_positions
@@ -323,6 +328,11 @@ class Engine:
             del mlp.forward
             if replaced is not None:
                 mlp.forward = replaced
+
+    @property
+    def prompt_positions(self) -> PromptPositions:
+        """Return those that the model's linears read (emulation.emulate)."""
+        return getattr(self.model, "annie_quant_prompts", None) or PromptPositions()
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache that holds keys and values as the model's profile does."""
@@ -374,12 +384,18 @@ class Engine:
         self, ids: torch.Tensor, cache: DynamicCache, total: int, **options: Any
     ) -> torch.Tensor:
         """Return hidden states [B, T, D] after the final norm. total: columns of the cache after this step."""
-        if "position_ids" not in options:
+        is_decoded = "position_ids" in options
+        in_prompt: torch.Tensor | bool = not is_decoded
+        if self.batch.prompts is not None and not is_decoded:
+            steps = torch.arange(ids.shape[1], device=self.device)
+            in_prompt = steps < self.batch.prompts.to(self.device).unsqueeze(1)
+        if not is_decoded:
             options["position_ids"] = torch.arange(
                 total - ids.shape[1], total, device=self.device
             ).expand(len(ids), -1)
         profile = profile_of(self.model)
         with (
+            self.prompt_positions.set(in_prompt),
             ragged_layers(self.delta_layers, profile, self.batch),
             use_grouped_attention(self.config, profile),
         ):

@@ -26,7 +26,8 @@ that the router sends to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -105,6 +106,36 @@ class Scalars(NamedTuple):
     input_scale: float | None
 
 
+class PromptPositions:
+    """Which positions of the running forward belong to prompts, for profiles that compute answers in another format.
+
+    positions: bool [B, T] or [N] as the inputs of linears, or one value for all; None: those of a forward with several tokens.
+    """
+
+    def __init__(self) -> None:
+        self.positions: torch.Tensor | bool | None = None
+
+    def of(self, x: torch.Tensor) -> torch.Tensor | bool:
+        """Return the positions of an input [..., K]."""
+        if self.positions is None:
+            return x.dim() > 1 and x.shape[-2] > 1
+        if isinstance(self.positions, torch.Tensor) and self.positions.shape != x.shape[:-1]:
+            raise UsageError(
+                f"an input of shape {list(x.shape)} has other tokens than the batch, so its prompts are not known",
+                "choose numerics with one format for prompts and answers, such as w4a4",
+            )
+        return self.positions
+
+    @contextlib.contextmanager
+    def set(self, positions: torch.Tensor | bool) -> Iterator[None]:
+        before = self.positions
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = before
+
+
 class NVFP4Linear(FixedDtypeLinear):
     """A linear with ModelOpt's tensor names.
 
@@ -152,6 +183,7 @@ class NVFP4Linear(FixedDtypeLinear):
         )
         self.add_parameter(names.tensor_scale, scalar, torch.float32, device)
         self.numerics = "w4a4" if activations else "w4a16"
+        self.prompts = PromptPositions()  # one for the whole model, of emulation.emulate
         self.cache = "packed"
         self.dense: torch.Tensor | None = (
             None  # the dequantized weights, unless the cache is "packed"
@@ -218,7 +250,10 @@ class NVFP4Linear(FixedDtypeLinear):
                 f"{numerics} needs an input_scale, and this checkpoint quantizes weights only",
                 "use w4a16 or vllm-marlin",
             )
-        if profile.activations == profiles.Q8_0 and self.in_features % codec.QK8_0:
+        if (
+            profiles.Q8_0 in (profile.activations, profile.answers)
+            and self.in_features % codec.QK8_0
+        ):
             raise UsageError(
                 f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}"
             )
@@ -250,7 +285,17 @@ class NVFP4Linear(FixedDtypeLinear):
 
     def rounded_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return x in the activation format of the layer's numerics, in x's dtype."""
-        kind = profiles.find_profile(self.numerics).activations
+        profile = profiles.find_profile(self.numerics)
+        if not profile.answers:
+            return self.rounded(x, profile.activations)
+        prompts = self.prompts.of(x)
+        if isinstance(prompts, torch.Tensor):
+            of_prompt = self.rounded(x, profile.activations)
+            return torch.where(prompts.unsqueeze(-1), of_prompt, self.rounded(x, profile.answers))
+        return self.rounded(x, profile.activations if prompts else profile.answers)
+
+    def rounded(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return x in a format of activations."""
         if kind == profiles.NVFP4:
             input_scale = self.scalars().input_scale
             assert input_scale is not None  # set_numerics checks it

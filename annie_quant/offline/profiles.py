@@ -40,6 +40,8 @@ class Profile:
     beta          how DeltaNet's beta, a sigmoid, is rounded: "float32": not; "bfloat16": once, as transformers in bfloat16, SGLang
                   (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do
     served_by     the server and its kernel, "" for an arithmetic that no server has
+    answers       the format of the activations at the positions of an answer, which a server decodes with few rows at a time; "":
+                  as `activations`, which then are those of prompts alone
     """
 
     name: str
@@ -50,6 +52,7 @@ class Profile:
     served_by: str = ""
     operands: str = EXACT
     beta: str = FLOAT32
+    answers: str = ""
 
     @property
     def needs_input_scale(self) -> bool:
@@ -67,7 +70,8 @@ class Profile:
             where += f", {self.plain_input} inputs of plain linears, {self.kv} keys and values"
         operands = "" if self.operands == EXACT else f", products of {self.operands} values"
         beta = "" if self.beta == FLOAT32 else f", DeltaNet's beta in {self.beta}"
-        return f"{self.activations} activations, {where}{operands}{beta}"
+        answers = f" in prompts, {self.answers} in answers" if self.answers else ""
+        return f"{self.activations} activations{answers}, {where}{operands}{beta}"
 
 
 def _bf16(name: str, activations: str, served_by: str, operands: str = EXACT) -> Profile:
@@ -80,6 +84,8 @@ PROFILES = {
         Profile("float32", UNROUNDED),
         Profile("w4a4", NVFP4),
         Profile("w4a16", UNROUNDED),
+        # One copy of a W4A4 checkpoint, multiplied by the number of rows (vllm-project/vllm #54614, open).
+        Profile("w4a4-prompts", NVFP4, answers=UNROUNDED),
         _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
         _bf16(
             "vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"
@@ -93,6 +99,7 @@ PROFILES = {
             "bfloat16",
             "float16",
             "llama.cpp on a Blackwell GPU",
+            answers=Q8_0,
         ),
     )
 }

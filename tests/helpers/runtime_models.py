@@ -194,8 +194,8 @@ def simulated(source: Path, ids, config: dict | None = None):
     return model, linears
 
 
-def dequantized(folder: Path) -> dict:
-    """Return the state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
+def dequantized(folder: Path, kind: str = "bfloat16") -> dict:
+    """Return the state dict of an export with every NVFP4 weight dequantized to a dtype by ModelOpt."""
     import torch
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
     from safetensors.torch import load_file
@@ -209,8 +209,9 @@ def dequantized(folder: Path) -> dict:
             scale, scale_2 = raw[f"{name}_scale"], raw[f"{name}_scale_2"]
             shape = torch.Size((tensor.shape[0], tensor.shape[1] * 2))
             block = shape[1] // scale.shape[1]
-            tensor = NVFP4QTensor(shape, torch.bfloat16, tensor).dequantize(
-                dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: block}
+            dtype = getattr(torch, kind)
+            tensor = NVFP4QTensor(shape, dtype, tensor).dequantize(
+                dtype=dtype, scale=scale, double_scale=scale_2, block_sizes={-1: block}
             )
         out[name] = tensor
     return out

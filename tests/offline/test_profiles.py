@@ -1,5 +1,6 @@
 """Numerics profiles: activation formats against ggml's own reference and a brute force, and where the emulation rounds."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,14 @@ pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 import dense_models  # noqa: E402
-from runtime_models import export_nvfp4, save_reference  # noqa: E402
+from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E402
 
-from annie_quant import quantize  # noqa: E402
+from annie_quant import nvfp4, quantize  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.offline import codec, load, profiles, set_numerics  # noqa: E402
+from annie_quant.offline.decoding import generate  # noqa: E402
 from annie_quant.offline.emulation import RoundedSigmoid, SumOrder, emulate  # noqa: E402
+from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
@@ -296,9 +299,132 @@ def test_profiles_that_do_not_apply_are_refused() -> None:
     layer = NVFP4Linear(48, 16, activations=False)
     with pytest.raises(UsageError, match="input_scale"):
         layer.set_numerics("vllm-cutlass")
-    with pytest.raises(UsageError, match="multiple of 32"):
-        layer.set_numerics("llama.cpp-cpu")
-    layer.set_numerics("llama.cpp-blackwell")
+    for name in ("llama.cpp-cpu", "llama.cpp-blackwell"):
+        with pytest.raises(UsageError, match="multiple of 32"):
+            layer.set_numerics(name)
+    with pytest.raises(UsageError, match="input_scale"):
+        layer.set_numerics("w4a4-prompts")
+
+
+# ---- prompts in one format, answers in another
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen2"])
+def w4a4(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with input scales: DeltaNet and attention, or attention alone."""
+    home = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen3.5":
+        source = save_reference(home / "bf16", gain=2.0, layers=2)
+    else:
+        source = dense_models.make(home / "bf16", "qwen2")
+    return export_nvfp4(source, home / "w4a4")
+
+
+@torch.inference_mode()
+def two_plain_forwards(
+    folder: Path, prompt: list[int], answer: list[int], in_prompt: Callable, in_answer: Callable
+) -> torch.Tensor:
+    """Return the logits of an answer's tokens by transformers' own classes on the weights that ModelOpt dequantizes.
+
+    The prompt is one forward that fills the cache, the answer's tokens one forward each; hooks round the linears' inputs.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = load_file(folder / "model.safetensors")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+    state = {name: tensor.float() for name, tensor in dequantized(folder, "float32").items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    functions = {}
+
+    def rounds(scale: float):
+        return lambda module, args: (functions["now"](args[0], scale), *args[1:])
+
+    for name, module in model.named_modules():
+        if f"{name}.weight_scale_2" in stored:
+            scale = float(stored[f"{name}.input_scale"])
+            module.register_forward_pre_hook(rounds(scale))
+    functions["now"] = in_prompt
+    output = model(torch.tensor([prompt]), use_cache=True)
+    rows = [output.logits[0, -1]]
+    functions["now"] = in_answer
+    for token in answer[:-1]:
+        cache = output.past_key_values
+        output = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        rows.append(output.logits[0, -1])
+    return torch.stack(rows)
+
+
+def to_nvfp4(x: torch.Tensor, scale: float) -> torch.Tensor:
+    rounded = nvfp4.fake_quant(x.reshape(-1, x.shape[-1]).numpy(), tensor_scale=np.float32(scale))
+    return torch.from_numpy(rounded).view(x.shape)
+
+
+def test_prompts_are_rounded_and_answers_are_not(w4a4: Path) -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(5, 300, 40).tolist()
+    rows = [
+        Row([*shared, *rng.integers(5, 300, tail).tolist()], rng.integers(5, 300, size).tolist())
+        for tail, size in ((1, 9), (12, 3), (30, 1), (30, 14))
+    ]
+
+    def unrounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x
+
+    model = load(w4a4, dtype=torch.float32)
+    engine = Engine(model)
+    computed = {}
+    for name in ("w4a4-prompts", "w4a4", "w4a16"):
+        with emulate(model, profiles.find_profile(name)):
+            computed[name] = dict(engine.scores(rows))
+    for i, row in enumerate(rows):
+        expected = two_plain_forwards(w4a4, row.prompt, row.target, to_nvfp4, unrounded)
+        apart = {name: float((x[i] - expected).abs().max()) for name, x in computed.items()}
+        # Sums in another order move a value over a midpoint now and then.
+        assert apart["w4a4-prompts"] < 0.1 * apart["w4a16"], apart
+        if len(row.target) > 1:
+            assert apart["w4a4-prompts"] < 0.1 * apart["w4a4"], apart
+    with emulate(model, profiles.find_profile("w4a4-prompts")):
+        answers = generate(engine, [row.prompt for row in rows], [12] * len(rows), set())
+    for row, answer in zip(rows, answers, strict=True):
+        steps = two_plain_forwards(w4a4, row.prompt, answer.tokens, to_nvfp4, unrounded)
+        chosen = steps.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert (steps.max(-1).values - chosen).max() < 1e-3, "greedy under the same arithmetic"
+
+
+def test_llama_cpp_on_blackwell_decodes_with_8_bits(w4a4: Path) -> None:
+    rng = np.random.default_rng(1)
+    row = Row(rng.integers(5, 300, 30).tolist(), rng.integers(5, 300, 10).tolist())
+    profile = profiles.in_float32(profiles.find_profile("llama.cpp-blackwell"))
+    model = load(w4a4, dtype=torch.float32)
+    with emulate(model, profile):
+        ((_, logits),) = Engine(model).scores([row])
+    expected = two_plain_forwards(
+        w4a4,
+        list(row.prompt),
+        list(row.target),
+        lambda x, _: codec.nvfp4_searched(x),
+        lambda x, _: codec.q8_0(x),
+    )
+    other = two_plain_forwards(
+        w4a4, list(row.prompt), list(row.target), *[lambda x, _: codec.nvfp4_searched(x)] * 2
+    )
+    assert (logits - expected).abs().max() < 0.1 * (logits - other).abs().max()
+
+
+@torch.inference_mode()
+def test_without_a_batch_a_forward_of_several_tokens_is_a_prompt() -> None:
+    layer = NVFP4Linear(64, 16)
+    layer.input_scale.fill_(0.001)
+    layer.set_numerics("w4a4-prompts")
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(layer.rounded_input(x[:, :1]), x[:, :1])
+    rounded = layer.rounded_input(x)
+    assert torch.equal(rounded, to_nvfp4(x, 0.001)) and not torch.equal(rounded, x)
+    with layer.prompts.set(torch.ones(2, 4, dtype=torch.bool)), pytest.raises(UsageError) as error:
+        layer.rounded_input(x)
+    assert "its prompts are not known" in error.value.message
 
 
 @torch.inference_mode()

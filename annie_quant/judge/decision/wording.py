@@ -79,6 +79,7 @@ _PROFILES = {
     "float32": ("float32", "no server"),
     "w4a4": ("W4A4", "vLLM CUTLASS"),
     "w4a16": ("W4A16", "Marlin"),
+    "w4a4-prompts": ("W4A4 prompts, W4A16 answers", "no released server"),
     "vllm-cutlass": ("vLLM CUTLASS", "W4A4"),
     "vllm-emulation": ("vLLM's emulation", "W4A4"),
     "vllm-marlin": ("vLLM Marlin", "W4A16"),

@@ -20,6 +20,7 @@ from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import DEADLY, NOT_JUDGED
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
+from annie_quant.checkpoint.gguf.reader import BLACKWELL_PROMPTS
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, HEAD
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import ASSETS
@@ -189,7 +190,9 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
     if any(x.format == "fp8" for x in linears.values()):
         convert += ", FP8 as Q8_0" if columns else ", as 16-bit numbers"
     if any(c % 64 for c in columns.values()):
-        return "after", f"{convert}, rows not a multiple of 64 as 16-bit numbers"
+        convert += ", rows not a multiple of 64 as 16-bit numbers"
+    if any(x.input_global is None for x in model.nvfp4):
+        convert += f"; {BLACKWELL_PROMPTS}"
     return "after", convert
 
 

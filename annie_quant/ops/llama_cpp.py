@@ -12,7 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from annie_quant.checkpoint.gguf.reader import check_served_by_llama_cpp
+from annie_quant.checkpoint.gguf.reader import (
+    BLACKWELL_PROMPTS,
+    check_served_by_llama_cpp,
+    has_weights_only_nvfp4,
+)
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.ops import server as process
@@ -107,9 +111,9 @@ class LlamaCpp:
         return shlex.join(words)
 
     def check(self, model: Path, recipe: str | None = None) -> list[str]:
-        """Raise an AnnieError unless `model` is a GGUF file that its reader takes. llama.cpp has no recipes and no notes."""
+        """Raise an AnnieError unless `model` is a GGUF file that its reader takes. Return notes; llama.cpp has no recipes."""
         check_file(model)
-        return []
+        return [BLACKWELL_PROMPTS] if has_weights_only_nvfp4(model) else []
 
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
         raise UsageError("llama.cpp has no recipe files", "choose vllm or sglang")

@@ -118,6 +118,15 @@ def test_a_bfloat16_state_of_deltanet_appears_in_what_loads(sound, tmp_path):
     assert {s.server: s.loads for s in summary.servers}["transformers"] == "after"
 
 
+def test_llama_cpp_on_blackwell_does_not_protect_a_checkpoint_without_input_scales(sound):
+    def loads(folder):
+        return {s.server: s.note for s in aq.checkpoint.audit(folder).summary.servers}["llama.cpp"]
+
+    warning = "the inputs of W4A16 linears have 4 bits in prompts, too"
+    assert warning not in loads(sound["nvfp4"]) and warning not in loads(sound["bf16"])
+    assert warning in loads(sound["w4a16"])
+
+
 def test_faults_of_the_files_are_findings(sound, tmp_path):
     folder = zoo.spoil(sound["nvfp4"], tmp_path / "cut", lambda t, c: None)
     file = folder / "model.safetensors"

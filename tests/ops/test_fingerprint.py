@@ -31,7 +31,7 @@ from annie_quant.offline import fingerprint as offline  # noqa: E402
 from annie_quant.offline import load  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
-from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import PromptPositions, nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
 from annie_quant.ops import served_model  # noqa: E402
 from annie_quant.ops import server_checks as checks  # noqa: E402
@@ -114,8 +114,10 @@ def decoder(model) -> Answer:
     @torch.inference_mode()
     def answer(prompt: list[int], n_tokens: int, n_best: int) -> list[tuple[int, dict[int, float]]]:
         ids, steps = list(prompt), []
+        positions = getattr(model, "annie_quant_prompts", None) or PromptPositions()
         for _ in range(n_tokens):
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+            with positions.set(torch.arange(len(ids))[None] < len(prompt)):
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float()
             best = torch.log_softmax(logits, -1).topk(n_best)
             steps.append(
                 (

@@ -223,6 +223,15 @@ def test_never_ready_is_reported_and_stopped(models):
     assert time.monotonic() - started < 25
 
 
+def test_serve_says_that_blackwell_rounds_the_inputs_of_a_w4a16_file(models, tmp_path) -> None:
+    aq.quantize.run("direct", models["folder"], tmp_path / "w4a16")
+    file = Path(aq.checkpoint.convert(tmp_path / "w4a16", "gguf", tmp_path / "w4a16.gguf").path)
+    (note,) = aq.serve.check(file, runtime="llama.cpp")
+    assert "have 4 bits in prompts" in note and "llama.cpp-blackwell" in note
+    assert aq.serve.check(models["nvfp4"], runtime="llama.cpp") == []
+    assert aq.serve.check(models["q4_k_m"], runtime="llama.cpp") == []
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

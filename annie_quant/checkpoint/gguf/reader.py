@@ -34,6 +34,11 @@ UINT32 = 4
 STRING = 8
 ARRAY = 9
 GGML_NVFP4 = 40  # of ggml_type
+# Of a checkpoint with NVFP4 linears without an input scale.
+BLACKWELL_PROMPTS = (
+    "on a Blackwell GPU the inputs of W4A16 linears have 4 bits in prompts, too "
+    "(ggml-org/llama.cpp#22196; judged by eval --numerics llama.cpp-blackwell)"
+)
 MAX_DIMENSIONS = 8
 MAX_NESTING = 4  # arrays of arrays
 MAX_NAME_BYTES = 1000  # of a key or a tensor's name that is looked at
@@ -174,6 +179,13 @@ def check_served_by_llama_cpp(path: Path) -> None:
     for family in models.families():
         if family.gguf and family.gguf.architecture == header.architecture:
             refuse_wrong_nvfp4(family.gguf, header.types, path)
+
+
+def has_weights_only_nvfp4(path: Path) -> bool:
+    """Return whether a file has an NVFP4 linear without an input scale."""
+    types = read_header(path).types
+    nvfp4 = [name for name, kind in types.items() if kind == GGML_NVFP4]
+    return any(f"{name.removesuffix('.weight')}.input_scale" not in types for name in nvfp4)
 
 
 def refuse_wrong_nvfp4(names: GGUFNames, tensors: Iterable[str], where: Path) -> None:

@@ -36,6 +36,7 @@ from annie_quant.offline.linears import (
     sum_of_parts,
 )
 from annie_quant.offline.profiles import FLOAT32, Profile
+from annie_quant.offline.prompt_positions import PromptPositions
 
 
 class Removable(Protocol):

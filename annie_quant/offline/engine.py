@@ -24,8 +24,8 @@ from annie_quant.core.errors import UsageError
 from annie_quant.offline import caches, codec
 from annie_quant.offline.codec import rounding
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
-from annie_quant.offline.linears import PromptPositions
 from annie_quant.offline.profiles import Profile, profile_of
+from annie_quant.offline.prompt_positions import PromptPositions
 
 ATTENTION_NAME = "annie_quant_grouped"
 

@@ -26,8 +26,7 @@ that the router sends to it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from annie_quant.gemm import torch_op
 from annie_quant.models import Experts, Family
 from annie_quant.offline import codec, profiles
 from annie_quant.offline.codec import MAX_E4M3, fake_quant_fp8
+from annie_quant.offline.prompt_positions import PromptPositions
 
 BLOCK_BYTES = 8 << 20  # dequantized weights in memory at one time, on a CPU
 BLOCK_BYTES_GPU = 1 << 28
@@ -104,36 +104,6 @@ class Scalars(NamedTuple):
     tensor_scale: float
     divisor: float | None
     input_scale: float | None
-
-
-class PromptPositions:
-    """Which positions of the running forward belong to prompts, for profiles that compute answers in another format.
-
-    positions: bool [B, T] or [N] as the inputs of linears, or one value for all; None: those of a forward with several tokens.
-    """
-
-    def __init__(self) -> None:
-        self.positions: torch.Tensor | bool | None = None
-
-    def of(self, x: torch.Tensor) -> torch.Tensor | bool:
-        """Return the positions of an input [..., K]."""
-        if self.positions is None:
-            return x.dim() > 1 and x.shape[-2] > 1
-        if isinstance(self.positions, torch.Tensor) and self.positions.shape != x.shape[:-1]:
-            raise UsageError(
-                f"an input of shape {list(x.shape)} has other tokens than the batch, so its prompts are not known",
-                "choose numerics with one format for prompts and answers, such as w4a4",
-            )
-        return self.positions
-
-    @contextlib.contextmanager
-    def set(self, positions: torch.Tensor | bool) -> Iterator[None]:
-        before = self.positions
-        self.positions = positions
-        try:
-            yield
-        finally:
-            self.positions = before
 
 
 class NVFP4Linear(FixedDtypeLinear):

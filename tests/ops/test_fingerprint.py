@@ -31,8 +31,9 @@ from annie_quant.offline import fingerprint as offline  # noqa: E402
 from annie_quant.offline import load  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
-from annie_quant.offline.linears import PromptPositions, nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
+from annie_quant.offline.prompt_positions import PromptPositions  # noqa: E402
 from annie_quant.ops import served_model  # noqa: E402
 from annie_quant.ops import server_checks as checks  # noqa: E402
 from annie_quant.ops.served_model import describe_server  # noqa: E402

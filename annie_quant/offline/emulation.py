@@ -30,7 +30,6 @@ from annie_quant.models import family_or_default
 from annie_quant.offline.codec import Round, rounding
 from annie_quant.offline.linears import (
     NVFP4Linear,
-    PromptPositions,
     nvfp4_linears,
     set_numerics,
     sum_of_parts,

@@ -31,7 +31,7 @@ class PromptPositions:
         return self.positions
 
     @contextlib.contextmanager
-    def set(self, positions: torch.Tensor | bool) -> Iterator[None]:
+    def set(self, positions: torch.Tensor | bool | None) -> Iterator[None]:
         before = self.positions
         self.positions = positions
         try:

@@ -391,7 +391,8 @@ def adjust(rows: Sequence[documents.AdjustedResult]) -> None:
 
 def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[documents.TurnPoint]:
     """Return content TTFT by turn, over the workloads that are conversations, one request in flight."""
-    conversations = {r.workload for r in records if r.turn > 0}
+    # Prompts of given lengths have a context of 0 tokens: their turns are no conversation.
+    conversations = {r.workload for r in records if r.turn > 0 and r.load.depth != 0}
     by_turn: dict[int, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
         if record.workload in conversations and record.load.alone:

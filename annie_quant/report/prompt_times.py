@@ -6,11 +6,17 @@ from collections.abc import Iterator
 
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.first_token import SERVERS
-from annie_quant.checkpoint.kernel_ratio import NVFP4_KERNELS, KernelRatios, kernel_ratios
+from annie_quant.checkpoint.kernel_ratio import (
+    BASE_SERVER,
+    NVFP4_KERNELS,
+    KernelRatios,
+    kernel_ratios,
+)
 from annie_quant.checkpoint.prompt_work import work_of
 from annie_quant.core.errors import AnnieError
 from annie_quant.documents import PrefillLine, TurnPoint
 from annie_quant.documents.results import CacheState
+from annie_quant.models.formats import MIXED
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, ServedModel
 from annie_quant.report.tables import Cell, Table
@@ -21,6 +27,7 @@ CACHES: dict[CacheState, str] = {
     "unknown": "cached tokens not known",
 }
 # Findings without which no ratio of two sides' times to the first token is printed.
+HIDING = ("vllm", "sglang")
 LIMITING = (
     "different_cached",
     "cache_unknown",
@@ -194,9 +201,8 @@ def _limits(run: LoadedRun, a: ServedModel, b: ServedModel) -> list[str]:
 
 
 def _kernels(run: LoadedRun, a: ServedModel, b: ServedModel) -> Iterator[str]:
-    by_format = {_format(run, side): side for side in (b, a)}
-    nvfp4 = by_format.get("NVFP4")
-    other = by_format.get("Q4_K_M")
+    nvfp4 = next((side for side in (a, b) if _may_be_nvfp4(run, side)), None)
+    other = next((side for side in (a, b) if _may_be_q4(run, side)), None)
     if nvfp4 is None or other is None:
         return
     server = _server(nvfp4)
@@ -214,6 +220,17 @@ def _kernels(run: LoadedRun, a: ServedModel, b: ServedModel) -> Iterator[str]:
 
 def _format(run: LoadedRun, side: ServedModel) -> str:
     return (side.data.format or run.model(side.model).format).upper()
+
+
+def _may_be_nvfp4(run: LoadedRun, side: ServedModel) -> bool:
+    """Return whether a side has NVFP4 linears, or hides its format (in a container) and is not llama.cpp."""
+    known = _format(run, side)
+    return "FP4" in known or known == MIXED or (not known and side.data.runtime in HIDING)
+
+
+def _may_be_q4(run: LoadedRun, side: ServedModel) -> bool:
+    known = _format(run, side)
+    return known.startswith("Q4") or (not known and side.data.runtime == BASE_SERVER)
 
 
 def _server(side: ServedModel) -> str:

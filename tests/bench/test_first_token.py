@@ -186,6 +186,7 @@ def test_each_length_is_warmed_up_and_ends_where_the_context_does(tmp_path):
     assert not codes & {"cold_length", "cache_unknown", "different_answers"}
     states = {line.cache: line.n for line in result.aggregates.prefill["a"]}
     assert states == {"cold": 12, "cached": 12}
+    assert result.aggregates.turns["a"] == [], "they are no conversation"
 
 
 def test_without_warmups_first_lengths_are_named_and_left_out(tmp_path):

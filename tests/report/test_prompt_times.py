@@ -36,10 +36,10 @@ def talk(name, times, cached):
     return rows
 
 
-def pages(folder, rows, urls=("http://one", "http://two")):
+def pages(folder, rows, formats=("NVFP4", "Q4_K")):
     identities = {
-        "new": known("new", runtime="vllm", format="NVFP4", url=urls[0]),
-        "old": known("old", runtime="llama.cpp", format="Q4_K_M", url=urls[1]),
+        "new": known("new", runtime="vllm", format=formats[0], url="http://one"),
+        "old": known("old", runtime="llama.cpp", format=formats[1], url="http://two"),
     }
     config = config_of(first_token={}, multi_turn={})
     aggregates = aggregate_records(rows, config, identities)
@@ -62,6 +62,21 @@ def test_the_ratio_of_cold_slopes_and_what_kernels_explain(tmp_path):
         assert "in W4A4" in line and "in W4A16" in line and "Qwen3.5-9B" in line
         assert "Limits this" not in text and "do not explain" not in text
     assert "What kernels explain" in files["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        (("MIXED_PRECISION", "Q4_K"), True),
+        ((None, None), True),
+        (("BF16", "Q4_K"), False),
+        (("NVFP4", "Q8_0"), False),
+    ],
+)
+def test_kernels_are_compared_where_the_formats_may_be_nvfp4_and_q4(tmp_path, formats, said):
+    """A server in a container names a folder that is not on this machine, so its format is not known."""
+    text = pages(tmp_path, [*ladder("new", 100.0), *ladder("old", 310.0)], formats)["report.md"]
+    assert ("What kernels explain" in text) == said and "3.10 times" in text
 
 
 def test_no_ratio_where_cached_tokens_are_not_known(tmp_path):

@@ -153,6 +153,7 @@ def quantize(options: QuantizeOptions) -> None:
         compared = behaviours.compare(data, options.persona)
         mixture = behaviours.mixture_of(options.mixture, compared)
         notes = behaviours.notes_on(compared, data)
+    adapter_lines = _adapter_lines(options) if options.dry_run else []
     if options.dry_run or estimates.is_large(model):
         with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
             estimate = estimates.estimate(
@@ -173,7 +174,7 @@ def quantize(options: QuantizeOptions) -> None:
     for note in notes:
         console.note(note)
     if options.dry_run:
-        for line in _adapter_lines(options):
+        for line in adapter_lines:
             echo(line)
         return
     needs_answer = options.answers == "given"

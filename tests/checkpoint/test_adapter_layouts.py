@@ -12,7 +12,7 @@ import pytest
 from adapter_models import Form, rewrite
 from safetensors.torch import load_file, save_file
 
-from annie_quant.checkpoint import ModelFolder, adapters
+from annie_quant.checkpoint import ModelFolder, adapters, planned, write
 from annie_quant.core.errors import CheckpointError
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -108,7 +108,8 @@ def test_a_text_adapter_in_a_multimodal_base_leaves_vision_and_mtp(
     dense: Trained, tmp_path: Path
 ) -> None:
     further = multimodal(dense.base, tmp_path / "base")
-    adapters.merge(tmp_path / "base", dense.adapter, tmp_path / "merged")
+    record = adapters.merge(tmp_path / "base", dense.adapter, tmp_path / "merged")
+    assert any("(mtp.*) is the base's" in note for note in record.notes)
     merged = bits(tmp_path / "merged")
     for name, raw in expected_bits(further).items():
         assert merged.pop(name) == raw
@@ -125,7 +126,9 @@ def test_adapters_of_vision_and_mtp_change_these_only(dense: Trained, tmp_path: 
             return name.replace("model.model.layers.1", f"model.{place}")
 
         adapter = rewrite(dense.copy(tmp_path / place / "adapter"), move, keep_only(place))
-        adapters.merge(tmp_path / "base", adapter, tmp_path / place / "merged")
+        record = adapters.merge(tmp_path / "base", adapter, tmp_path / place / "merged")
+        is_trained = place.startswith("mtp")
+        assert any("mtp.*" in note for note in record.notes) != is_trained
         after = bits(tmp_path / place / "merged")
         assert {n for n in after if after[n] != before[n]} == {
             f"{place}.self_attn.q_proj.weight",
@@ -142,6 +145,18 @@ def keep_only(place: str):
                 del tensors[name]
 
     return change
+
+
+def test_shards_with_an_index_are_merged_into_shards(dense: Trained, tmp_path: Path) -> None:
+    source = ModelFolder(dense.base)
+    plan = [planned(name, np.asarray(source.tensor(name))) for name in source]
+    write(tmp_path / "base", plan, shard_bytes=40_000)
+    shutil.copyfile(dense.base / "config.json", tmp_path / "base/config.json")
+    adapters.merge(tmp_path / "base", dense.adapter, tmp_path / "merged", shard_bytes=30_000)
+    shards = list((tmp_path / "merged").glob("*.safetensors"))
+    assert len(shards) > len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    assert (tmp_path / "merged/model.safetensors.index.json").exists()
+    assert bits(tmp_path / "merged") == expected_bits(dense.expected)
 
 
 # ---- mixtures of experts

@@ -270,6 +270,8 @@ def test_folders_that_are_no_adapter(home: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no adapter_config.json" in refused(home, tmp_path / "empty").message
     assert "is not a folder" in refused(home, tmp_path / "missing").message
+    shutil.copytree(home / "adapter", tmp_path / "run/checkpoint-500")
+    assert str(tmp_path / "run/checkpoint-500") in refused(home, tmp_path / "run").hint
     assert "no adapter_config.json" in refused(home, TINY_ANNIE).message
 
 

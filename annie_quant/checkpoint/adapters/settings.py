@@ -164,9 +164,11 @@ def read_settings(folder: Path) -> AdapterSettings:
     """
     content = read_object(folder / CONFIG_FILE)
     if content is None:
+        inner = sorted(folder.glob(f"*/{CONFIG_FILE}"))
+        example = f", such as {inner[-1].parent}" if inner else ""
         raise CheckpointError(
             f"{folder}: no {CONFIG_FILE} there, so it is not an adapter",
-            "give --adapter the folder that peft's save_pretrained wrote",
+            f"give --adapter the folder that peft's save_pretrained wrote{example}",
         )
     _refuse_kind(content)
     given = {name: value for name, value in content.items() if value is not None}

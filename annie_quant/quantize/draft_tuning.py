@@ -36,6 +36,7 @@ REFERENCE_COLUMNS = 4096
 WARM_UP = 0.05
 BETAS = (0.9, 0.95)
 GENERAL_LOSS = 0.01
+ROUNDING = 1e-9  # of a difference of shares
 CHUNK_LOGITS = 1 << 24  # in memory at one time
 
 
@@ -162,7 +163,7 @@ def _is_better(stage: _Stage) -> bool:
 def keeps(before: DraftSteps, after: DraftSteps) -> bool:
     """Return whether the mean share of accepted drafts fell by at most GENERAL_LOSS."""
     lost = [b.value - a.value for b, a in zip(before.accepted, after.accepted, strict=True)]
-    return sum(lost) / len(lost) <= GENERAL_LOSS
+    return sum(lost) / len(lost) <= GENERAL_LOSS + ROUNDING
 
 
 def _measure(engine: Engine, head: DraftHead, data: TuningData, stage: _Stage) -> None:

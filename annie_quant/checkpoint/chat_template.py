@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from annie_quant.checkpoint.shards import CLASS_FILES
 from annie_quant.core.errors import AnnieError, CheckpointError
@@ -28,6 +28,7 @@ WORKER = Path(__file__).with_name("template_worker.py")
 # Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long
 # conversation.
 MAX_SECONDS = 10.0
+MAX_LINT_SECONDS = 3.0  # for the conversations of a lint together
 MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters
 MAX_TEXT = 4_000_000  # characters of a rendered conversation
@@ -43,6 +44,30 @@ class ConversationRefused(CheckpointError):
             "leave the conversation out; or, for every conversation, restore chat_template.jinja from the source checkpoint",
         )
         self.reason = reason
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation with the lines of the template that wrote it, or the template's error.
+
+    lines: (line, characters) per piece of the text.
+    line: of the error.
+    """
+
+    text: str = ""
+    lines: Sequence[tuple[int, int]] = ()
+    error: str = ""
+    line: int = 0
+
+    def line_at(self, offset: int) -> int:
+        """Return the line that wrote the character at an offset, or before the end of the text."""
+        line = 0
+        end = 0
+        for number, length in self.lines:
+            line = number if length else line
+            end += length
+            if end > offset:
+                break
+        return line
 
 
 class _Refused(ValueError):
@@ -83,7 +108,7 @@ class ChatTemplate:
         messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
         """
         worker = _worker_of(self._source(tools))
-        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        special = self._special_tokens()
         decoded = [with_decoded_calls(message) for message in messages]
         fields = {"messages": decoded, "tools": tools or None, "documents": None}
         try:
@@ -97,6 +122,27 @@ class ChatTemplate:
                 f"{self._where}: its chat template {error}",
                 "restore chat_template.jinja from the source checkpoint",
             ) from None
+
+    def render_all(self, conversations: Sequence[Mapping[str, object]]) -> list[Rendered]:
+        """Render several conversations in one call, as they are: arguments are not decoded.
+
+        Raises CheckpointError where the template cannot be compiled or exceeds a limit.
+
+        conversations: the variables of each: messages, tools, add_generation_prompt, others.
+        """
+        worker = _worker_of(self._source([{"type": "function"}]), MAX_LINT_SECONDS)
+        special = self._special_tokens()
+        try:
+            replies = worker.render_all([special | dict(fields) for fields in conversations])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._where}: its chat template {error}",
+                "restore chat_template.jinja from the source checkpoint",
+            ) from None
+        return [Rendered(**reply) for reply in replies]
+
+    def _special_tokens(self) -> dict[str, object]:
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
     def with_tools(self) -> str:
         """Return the source of the template that renders tools.
@@ -152,15 +198,16 @@ _workers: dict[tuple[object, ...], _Worker] = {}  # the least recently used firs
 _choosing = threading.Lock()
 
 
-def _worker_of(source: str) -> _Worker:
+def _worker_of(source: str, max_seconds: float | None = None) -> _Worker:
     """Return the process of a template.
 
     A forked child does not use its parent's: two would read one pipe.
     """
-    key = (os.getpid(), source, MAX_SECONDS, MAX_MEMORY_BYTES)
+    seconds = MAX_SECONDS if max_seconds is None else max_seconds
+    key = (os.getpid(), source, seconds, MAX_MEMORY_BYTES)
     with _choosing:
         worker = _workers.pop(key, None)
-        _workers[key] = worker = worker if worker and worker.alive else _Worker(source)
+        _workers[key] = worker = worker if worker and worker.alive else _Worker(source, seconds)
         while len(_workers) > MAX_WORKERS:
             del _workers[next(iter(_workers))]
     return worker
@@ -169,7 +216,7 @@ def _worker_of(source: str) -> _Worker:
 class _Worker:
     """One process with one template; it ends with this object, or with this process."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, seconds: float) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER)],
             stdin=subprocess.PIPE,
@@ -181,8 +228,9 @@ class _Worker:
         self._settings = {
             "template": source,
             "memory_bytes": MAX_MEMORY_BYTES,
-            "seconds": MAX_SECONDS,
+            "seconds": seconds,
         }
+        self._seconds = seconds
 
     @property
     def alive(self) -> bool:
@@ -193,16 +241,7 @@ class _Worker:
 
         Raises ValueError with the end of a sentence that begins with "its chat template".
         """
-        with self._lock:
-            lines = json.dumps(variables, default=str) + "\n"
-            if self._settings:
-                lines = json.dumps(self._settings) + "\n" + lines
-                self._settings = {}
-            try:
-                reply = json.loads(self._answer(lines.encode()))
-            except (OSError, ValueError) as error:
-                self._finish()
-                raise ValueError(str(error) or "ended its process") from None
+        reply = self._ask(variables)
         if "text" not in reply:
             raise _Refused(printable(str(reply.get("error")), 300))
         if len(reply["text"]) > MAX_TEXT:
@@ -210,6 +249,30 @@ class _Worker:
                 f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}"
             )
         return str(reply["text"])
+
+    def render_all(self, conversations: Sequence[Mapping[str, object]]) -> list[JsonObject]:
+        """Return the reply to each conversation.
+
+        Raises ValueError with the end of a sentence that begins with "its chat template".
+        """
+        replies = self._ask(conversations)
+        if not isinstance(replies, list):  # the template cannot be compiled
+            error = printable(str(replies.get("error")), 300)
+            raise ValueError(f"cannot be compiled: {error}")
+        return replies
+
+    def _ask(self, request: object) -> Any:
+        """Send one request and return the reply. Raises ValueError, with the end of a sentence, for none."""
+        with self._lock:
+            lines = json.dumps(request, default=str) + "\n"
+            if self._settings:
+                lines = json.dumps(self._settings) + "\n" + lines
+                self._settings = {}
+            try:
+                return json.loads(self._answer(lines.encode()))
+            except (OSError, ValueError) as error:
+                self._finish()
+                raise ValueError(str(error) or "ended its process") from None
 
     def _answer(self, request: bytes) -> bytes:
         """Write a request and return the line that answers it.
@@ -224,7 +287,7 @@ class _Worker:
             raise ValueError(f"renders more than {MAX_TEXT} characters")
         if not reply.endswith(b"\n"):
             raise ValueError(
-                f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB"
+                f"needs more than {self._seconds:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB"
             )
         return reply
 

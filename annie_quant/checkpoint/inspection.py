@@ -30,6 +30,7 @@ from annie_quant.checkpoint.linears import is_linear, label_of
 from annie_quant.checkpoint.remote import OpenedFolder
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.size import folder_size
+from annie_quant.checkpoint.template_lint import start_lint
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Audit, AuditSummary, Finding, TensorRow
 
@@ -89,7 +90,9 @@ def audit_folder(here: OpenedFolder, source: str | os.PathLike[str] | None) -> A
         if source is not None:
             there = stack.enter_context(remote.opened(source))
             original = ModelFolder(there.path, headers_only=there.remote is not None)
+        lint = start_lint(model.folder.path)
         result.findings, result.tensors = check_all(model, original)
+        result.template = lint.result()
     result.summary = audit_summary(model, result.findings)
     return result
 

@@ -220,7 +220,7 @@ def templates(folder: Path) -> dict[str, str]:
     return {"default": value} if isinstance(value, str) else {}
 
 
-class _Tokenizer:
+class FolderTokenizer:
     """The part of a tokenizer that ChatTemplate needs.
 
     The sources of its templates, and the special tokens they may name.
@@ -244,8 +244,8 @@ class _Tokenizer:
 
 
 def _template(folder: Path, source: Path) -> Iterator[Finding]:
-    own = _Tokenizer(folder)
-    expected = _Tokenizer(source)
+    own = FolderTokenizer(folder)
+    expected = FolderTokenizer(source)
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:

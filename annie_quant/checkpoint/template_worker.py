@@ -2,8 +2,9 @@
 
 Started by chat_template.py; reads and writes JSON lines.
 
-    {"template", "memory_bytes", "seconds"}       first line
-    {variables}   →   {"text"} or {"error"}       all others
+    {"template", "memory_bytes", "seconds"}            first line
+    {variables}        →   {"text"} or {"error"}       one conversation
+    [{variables}, …]   →   [{"text", "lines"} or {"error", "line"}, …]   several, with lines of the template
 
 The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a
 template can change nothing, with the same white-space rules, filters and functions. A template can
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jinja2 import Environment, Template, nodes, parser
 
+TEMPLATE_FILE = "<template>"  # jinja2's name of a template that is no file
+
 
 def main() -> None:
     """Answer each line of stdin until it ends."""
@@ -39,13 +42,43 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             template = template or environment.from_string(settings["template"])
-            reply = {"text": template.render(**json.loads(line))}
+            request = json.loads(line)
+            reply: object
+            if isinstance(request, list):
+                reply = [render_with_lines(template, variables) for variables in request]
+            else:
+                reply = {"text": template.render(**request)}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         text = json.dumps(reply) + "\n"
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def render_with_lines(template: Template, variables: dict[str, object]) -> dict[str, object]:
+    """Return a rendered text, and which line of the template wrote each piece of it.
+
+    "lines" has [line, characters] per piece. What a macro writes has the line that calls it. An error has the
+    line that raised it.
+    """
+    pieces = []
+    lines = []
+    try:
+        generator = template.root_render_func(template.new_context(variables))
+        for piece in generator:
+            line = template.get_corresponding_lineno(generator.gi_frame.f_lineno)  # type: ignore[attr-defined]
+            pieces.append(str(piece))
+            lines.append([line, len(pieces[-1])])
+    except Exception as error:
+        line = 0
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == TEMPLATE_FILE:
+                line = template.get_corresponding_lineno(trace.tb_lineno)
+            trace = trace.tb_next
+        return {"error": f"{type(error).__name__}: {str(error)[:500]}", "line": line}
+    return {"text": "".join(pieces), "lines": lines}
 
 
 def make_environment() -> Environment:

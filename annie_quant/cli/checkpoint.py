@@ -23,7 +23,7 @@ from annie_quant.cli import tables
 from annie_quant.cli.terminal import console, emit, quiet_engines
 from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
-from annie_quant.documents import Audit, Evaluation, RemoteRead, TensorRow
+from annie_quant.documents import Audit, Evaluation, RemoteRead, TemplateLint, TensorRow
 
 COLUMNS = (
     "name",
@@ -121,6 +121,7 @@ def print_audit(result: Audit, tensors: bool) -> None:
         console.line(f"  {errors}")
     if tensors:
         print_tensors(result.tensors)
+    print_lint(result.template, tensors)
     groups: dict[str, list[str]] = {}
     for finding in result.findings:
         groups.setdefault(finding.code, []).append(finding.message)
@@ -152,6 +153,23 @@ def download_command(address: str) -> str:
     name, _, revision = address.removeprefix("hf:").partition("@")
     at = f" --revision {revision}" if revision else ""
     return shlex.join(["hf", "download", name]) + f"{at} --local-dir DIR && annie-quant audit DIR"
+
+
+def print_lint(lint: TemplateLint | None, limits: bool) -> None:
+    """Print the faults of a chat template, and its limits or their number."""
+    if lint is None:
+        return
+    family = lint.family or "a family that is not known here"
+    if not lint.faults:
+        console.line(f"  chat template of {family}: tool calls are read back as they were sent")
+    for fault in lint.faults:
+        console.line(str(fault), mark=f"[yellow]{fault.code}[/]")
+    if limits:
+        for limit in lint.limits:
+            console.line(f"  limit of the {limit} ({limit.code})")
+    elif lint.limits:
+        codes = ", ".join(dict.fromkeys(limit.code for limit in lint.limits))
+        console.line(f"  its limits (--tensors, annie-quant explain CODE): {codes}")
 
 
 def error_line(rows: Sequence[TensorRow]) -> str:

@@ -48,6 +48,8 @@ from annie_quant.documents.checkpoint import (
     Recipe,
     RemoteRead,
     ServerSupport,
+    TemplateFault,
+    TemplateLint,
     TensorRow,
 )
 from annie_quant.documents.drafts import DraftPrediction, DraftSteps, PromptEstimate, TunedHead

@@ -110,10 +110,42 @@ class RemoteRead(msgspec.Struct):
     not_checked: list[str] = []
 
 
+class TemplateFault(msgspec.Struct, frozen=True):
+    """A fault or limit of a chat template.
+
+    code: stable, for tests and scripts.
+    message: one sentence.
+    line: of the template; None where no single line is at fault.
+    """
+
+    code: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        line = f", line {self.line}" if self.line else ""
+        return f"chat template{line}: {self.message}"
+
+
+class TemplateLint(msgspec.Struct):
+    """What a chat template does to conversations with tools.
+
+    family, form: whose parsers of tool calls a server needs; "" where the form is not known.
+    faults: an ordinary conversation becomes wrong without an error, or is refused.
+    limits: properties of the call form, messages that are refused with an error, and costs.
+    """
+
+    family: str = ""
+    form: str = ""
+    faults: list[TemplateFault] = []
+    limits: list[TemplateFault] = []
+
+
 class Audit(msgspec.Struct):
     """The result of an audit. A checkpoint without faults has no finding.
 
     remote: None for a folder on this machine.
+    template: the lint of its chat template, whose faults are no findings; None without a template.
     """
 
     path: str
@@ -121,6 +153,7 @@ class Audit(msgspec.Struct):
     summary: AuditSummary = field(default_factory=AuditSummary)
     tensors: list[TensorRow] = []
     remote: RemoteRead | None = None
+    template: TemplateLint | None = None
 
     @property
     def ok(self) -> bool:

@@ -342,6 +342,7 @@ def _gemma4(text: str, tools: Tools) -> Iterator[CallSpan]:
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:
     """Return the value that begins at `at`, and where it ends. Raises ValueError for a malformed one."""
+    at = _skip_space(text, at)
     if text.startswith(_GEMMA_TEXT, at):
         start = at + len(_GEMMA_TEXT)
         end = text.index(_GEMMA_TEXT, start)
@@ -372,7 +373,7 @@ def _gemma_object(text: str, at: int) -> tuple[dict[str, Any], int]:
             key = bare[1]
             at = bare.end()
         result[key], at = _gemma_value(text, at)
-        at += text.startswith(",", at)
+        at = _after_comma(text, at)
     return result, at + 1
 
 
@@ -381,8 +382,12 @@ def _gemma_list(text: str, at: int) -> tuple[list[Any], int]:
     while not text.startswith("]", at):
         value, at = _gemma_value(text, at)
         result.append(value)
-        at += text.startswith(",", at)
+        at = _after_comma(text, at)
     return result, at + 1
+
+
+def _after_comma(text: str, at: int) -> int:
+    return _skip_space(text, at + text.startswith(",", at))
 
 
 # ---- calls of Python functions
@@ -400,12 +405,21 @@ def _pythonic(text: str, tools: Tools) -> Iterator[CallSpan]:
             yield CallSpan(name, arguments, start, end)
 
 
+class _JsonWords(ast.NodeTransformer):
+    """Replace JSON's constants, which are names in Python."""
+
+    WORDS = {"true": True, "false": False, "null": None}  # noqa: RUF012 - not changed
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.WORDS:
+            return ast.copy_location(ast.Constant(self.WORDS[node.id]), node)
+        return node
+
+
 def _python_calls(source: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the calls of a list such as [f(a=1), g()]; none where it is anything else."""
     if len(source) > MAX_PYTHON_CHARACTERS:
         return []
-    # JSON's constants are names in Python.
-    words = {"true": True, "false": False, "null": None}
     try:
         tree = ast.parse(source, mode="eval").body
         calls = []
@@ -416,10 +430,8 @@ def _python_calls(source: str) -> list[tuple[str, dict[str, Any]]]:
             for keyword in call.keywords:
                 if keyword.arg is None:
                     return []
-                if isinstance(keyword.value, ast.Name) and keyword.value.id in words:
-                    arguments[keyword.arg] = words[keyword.value.id]
-                else:
-                    arguments[keyword.arg] = ast.literal_eval(keyword.value)
+                value = _JsonWords().visit(keyword.value)
+                arguments[keyword.arg] = ast.literal_eval(value)
             calls.append((ast.unparse(call.func), arguments))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

@@ -233,6 +233,8 @@ class RecipeRuntime:
             notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
         notes += [f"versions that load it: {versions}" for versions in loading]
         notes += [f"parsers: {note}" for note in notes_for(self.name, template_of(model))]
+        if audit.template is not None:
+            notes += [str(fault) for fault in audit.template.faults]
         if audit.findings:
             notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
         return notes

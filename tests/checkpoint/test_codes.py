@@ -19,7 +19,7 @@ from annie_quant.cli import app as cli
 from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
-CALLS = ("fault", "Finding", "ShardError")
+CALLS = ("fault", "Finding", "ShardError", "TemplateFault", "self.fault", "self.limit")
 KINDS = ("tensor", "input")  # of f"{kind}_scale_bad"
 CODE = re.compile(r"[a-z0-9]+(_[a-z0-9]+)+")
 
@@ -29,6 +29,8 @@ def codes_in(tree: ast.AST, where: str) -> Iterator[str]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.Module):
             continue
+        if isinstance(function, ast.FunctionDef) and f"self.{function.name}" in CALLS:
+            continue  # passes on its caller's code
         for call in ast.walk(function):
             if not isinstance(call, ast.Call) or not call.args:
                 continue

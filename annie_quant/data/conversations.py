@@ -94,11 +94,12 @@ def row_of(
     system: str | None = None,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> ChatRow:
-    """Return the conversation up to its last answer, as a calibration row.
+    """Return the conversation up to its last answer, as a calibration row; without an answer it is a prompt.
 
     system, tools: used where the log has none.
     """
-    last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    last = answers[-1] if answers else len(conversation.messages) - 1
     system = conversation.system if conversation.system is not None else system or ""
     head: list[ChatMessage] = [{"role": "system", "content": system}] if system.strip() else []
     row: ChatRow = {

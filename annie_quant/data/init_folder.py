@@ -26,6 +26,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.templates import render_markdown
+from annie_quant.data.behaviours import compare, notes_on
 from annie_quant.data.conversations import LoggedTool
 from annie_quant.data.generation import generate
 from annie_quant.data.log_sample import (
@@ -196,6 +197,9 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         else {}
     )
     lines += _shortcomings(persona, behaviours, short)
+    if rows:
+        compared = compare(output / CALIBRATION_FILE, persona)
+        lines += notes_on(compared, output / CALIBRATION_FILE)
     lines += _limit_lines(sources, workloads)
     masked = {kind: n for kind, n in scanner.counts.items() if n}
     lines += [f"masked: {n} × {kind}" for kind, n in sorted(masked.items())]
@@ -213,13 +217,13 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         read_back=reading,
         examples=examples(rows),
         lines=lines,
-        next=_next_step(sources, sample, output, len(rows)),
+        next=_next_step(sources, output, len(rows)),
     )
     write_text(output / CARD_FILE, render_card(result, persona, sample))
     return result
 
 
-def _next_step(sources: Sources, sample: LogSample, output: Path, n_rows: int) -> str:
+def _next_step(sources: Sources, output: Path, n_rows: int) -> str:
     """Return the command to run now; where rows are too few, what makes more of them."""
     if n_rows >= MIN_ROWS:
         return (
@@ -228,11 +232,7 @@ def _next_step(sources: Sources, sample: LogSample, output: Path, n_rows: int) -
         )
     reason = ""
     if not n_rows and sources.logs:
-        answered = any(c.has_answer for _, c in sample.pool.conversations())
-        reason = "the logs have no answers"
-        if answered:
-            reason = "all conversations with answers are gate prompts"
-        reason = f" ({reason})"
+        reason = " (all conversations with answers are gate prompts)"
     writer = "" if sources.model is not None else " --model BF16 (or --teacher claude-cli)"
     more = (
         f"record more (annie-quant record), or add --fill{writer} so that a model writes the rest"

@@ -258,7 +258,8 @@ class GateCases:
         if conversation.tools is not None and conversation.tools != list(self.persona.tools):
             case.tools = conversation.tools
         if logged is not None:
-            case.expect = {"logged": {"calls": called(logged)}}
+            if self.persona.tools:  # without tools no gate judges calls
+                case.expect = {"logged": {"calls": called(logged)}}
             arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
             texts = (logged["content"], str(arguments), logged.get("reasoning_content") or "")
             count = self._count_tokens or len
@@ -306,15 +307,17 @@ def calibration_row(conversation: Conversation, persona: Persona, index: int) ->
     """Return a conversation as a calibration row; None where its form is invalid, such as arguments that violate the schema."""
     row = row_of(conversation, index, persona.system_prompt, persona.tools)
     row["provenance"] |= {"persona": persona.source, "prompt_sha256": persona.prompt_sha256}
-    return None if form_faults(row) else row
+    return None if form_faults(row, needs_answer=conversation.has_answer) else row
 
 
 def _prompts_of(row: Row) -> Iterator[str]:
-    """Yield the prompt before each answer of a row."""
+    """Yield the prompt before each answer of a row, or the row's own where it has no answer."""
     messages = [m for m in row["messages"] if m["role"] != "system"]
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
             yield prompt_text(messages[:at])
+    if messages[-1]["role"] != "assistant":
+        yield prompt_text(messages)
 
 
 def prompt_text(messages: Sequence[Mapping[str, object]]) -> str:
@@ -367,9 +370,12 @@ def split_conversations(
     chosen, notes = _distinct_conversations(sample, persona, scanner)
     rows: list[ChatRow] = []
     for_gates: list[Conversation] = []
+    answered = any(c.has_answer for conversations in chosen.values() for c in conversations)
+    if chosen and not answered:
+        notes.append("the logs have no answers: the model gives them before calibration")
     for conversations in chosen.values():
         n_rows = len(conversations) - round(GATE_SHARE * len(conversations))
-        calibration = [c for c in conversations if c.has_answer][:n_rows]
+        calibration = [c for c in conversations if c.has_answer or not answered][:n_rows]
         used = {id(c) for c in calibration}
         for_gates += [c for c in conversations if id(c) not in used]
         candidates = [calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows))]

@@ -120,10 +120,11 @@ def _report(path: Path, problems: Problems) -> None:
 def dataset_rows(path: Path) -> list[JsonObject]:
     """Return the rows of a log or a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (see data/logs.py).
 
-    Raises UsageError where it has no conversation with an answer.
+    Where none has an answer they are prompts. Raises UsageError where it has no conversation.
     """
     problems = Problems()
-    conversations = [c for c in read_logs([path], problems) if c.has_answer]
+    every = list(read_logs([path], problems))
+    conversations = [c for c in every if c.has_answer] or every
     rows: list[JsonObject] = [
         FileRow(row_of(conversation, index), conversation.place)
         for index, conversation in enumerate(conversations)
@@ -131,7 +132,7 @@ def dataset_rows(path: Path) -> list[JsonObject]:
     if not rows:
         reasons = "; ".join(problems.lines()) or "it is empty"
         raise UsageError(
-            f"{path} has no conversation with an answer: {reasons}",
+            f"{path} has no conversation: {reasons}",
             "annie-quant data --persona annie",
         )
     _report(path, problems)

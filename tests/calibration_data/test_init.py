@@ -242,15 +242,21 @@ def test_prompts_of_a_persona_without_tools_are_not_from_schemas(tmp_path):
     assert not any("schemas" in line for line in lines)
 
 
-def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_is_named(tmp_path):
+def test_requests_without_answers_are_prompts_of_gates_and_of_calibration(tmp_path):
     lines = [
         json.dumps({"messages": [{"role": "user", "content": f"question {i} of {i * 13}"}]})
         for i in range(30)
     ]
     (tmp_path / "l.jsonl").write_text("\n".join(lines))
     result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
-    assert result.calibration_rows == 0 and result.cases == {"answers": 30}
-    assert "no answers" in result.next
+    rows = read_rows(tmp_path / "mine" / "calibration.jsonl")
+    assert result.calibration_rows == len(rows) > 0
+    assert result.cases == {"answers": 30 - len(rows)}
+    assert all(row["messages"][-1]["role"] == "user" for row in rows)
+    assert any("the model gives them before calibration" in line for line in result.lines)
+    cases = [case for w in resolve(tmp_path / "mine") for case in w.cases]
+    of_gates = {case.messages[-1]["content"] for case in cases}
+    assert not of_gates & {row["messages"][-1]["content"] for row in rows}
 
 
 def test_one_answered_conversation_is_a_gate_prompt_and_its_answer_is_counted(tmp_path):

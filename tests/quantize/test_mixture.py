@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 from command_line import annie_quant
-from paths import CALIBRATION, TINY_ANNIE
+from paths import CALIBRATION, DATA, TINY_ANNIE
 
 from annie_quant import quantize
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT
+from annie_quant.data.init_folder import offline_rows
+from annie_quant.data.model_rows import write_rows
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import RECIPE_FILE
+from annie_quant.documents.persona import load_persona
 from annie_quant.quantize.rates import SPARK_RATES
 
 torch = pytest.importorskip("torch", reason="calibration runs in torch")
 pytest.importorskip("transformers", reason="answers are found with the model's tokenizer")
 from annie_quant.data.behaviours import Mixture  # noqa: E402
+from annie_quant.offline.model_answers import ModelAnswers  # noqa: E402
 from annie_quant.offline.prompts import Template, answers_of_row  # noqa: E402
 from annie_quant.quantize import calibration_text, estimates, own_answers  # noqa: E402
 from annie_quant.quantize.calibration_text import text_of_rows  # noqa: E402
@@ -225,3 +229,53 @@ def test_thinking_is_counted_where_the_model_thinks() -> None:
     rows = [{"messages": [user, answer], "thinking": True}, {"messages": [user, answer]}]
     counts = {b.name: b.answers for b in text_of_rows(TINY_ANNIE, rows).use.behaviours}
     assert counts == {"talk": 2, "thinks": 1}
+
+
+def test_rows_that_the_model_wrote_stay_and_those_of_templates_do_not(tmp_path: Path) -> None:
+    """`init --model` and the offline teacher's rows go through the same pass before calibration."""
+    persona = load_persona("annie")
+    model = ModelAnswers(TINY_ANNIE)
+    try:
+        written = write_rows(persona, model, 8, 0, SILENT).rows
+    finally:
+        model.close()
+    drawn = offline_rows(load_persona(str(DATA / "personas" / "library.json")), 6, 0)
+    tokenizer = Template(TINY_ANNIE).tokenizer
+    uses = []
+    texts = []
+    for number, rows in enumerate((written, drawn)):
+        file = write(tmp_path / f"{number}.jsonl", [dict(row) for row in rows])
+        for answers in ("given", "own"):
+            text = calibration_text.read_answers(job_of(file, answers=answers), SILENT)
+            texts.append([tokenizer.decode(sample.answer) for sample in text.samples])
+        uses.append(text.use)
+    # A garbled word may have other tokens when it is read than when it is written.
+    assert texts[0] == texts[1]
+    assert uses[0].given_answers >= 0.8 * uses[0].n_answers
+    assert texts[2] != texts[3]
+    assert uses[1].own_answers > 0
+
+
+def test_logged_requests_without_answers_are_calibrated_on(tmp_path: Path) -> None:
+    """Through a log's form, `init` and `quantize`, with the command lines that a user has."""
+    questions = [f"What is the capital of {name}?" for name in ("Peru", "Chad", "Oman", "Laos")]
+    questions += [
+        f"Do I have {n} notes about the garden {w}?" for n, w in ((3, "walk"), (4, "tea"))
+    ]
+    lines = [
+        json.dumps({"request": {"messages": [{"role": "user", "content": text}]}})
+        for text in questions
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Be brief.")
+    mine = tmp_path / "mine"
+    words = ["--prompt", str(prompt), "--logs", str(tmp_path / "log.jsonl"), "--output", str(mine)]
+    assert annie_quant("init", *words).returncode == 0
+    output = tmp_path / "out"
+    words = ["--model", str(TINY_ANNIE), "--calib-data", str(mine / "calibration.jsonl")]
+    done = annie_quant("quantize", "--strategy", "gptq", *words, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    use = json.loads((output / RECIPE_FILE).read_text())["calibration"]
+    assert use["own_answers"] == use["conversations"] > 0
+    assert sum(b.get("answers", 0) for b in use["behaviours"]) == use["own_answers"]

@@ -32,7 +32,7 @@ from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
-from annie_quant.data import check_prompt_hash
+from annie_quant.data import behaviours, check_prompt_hash
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import wording
@@ -57,6 +57,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     )
     workloads = resolve(settings.persona, settings.workloads)
     order, notes = order_of(settings)
+    notes += mixture_notes(settings, workloads)
     with directory.locked():
         work = directory / "models/.work"
         stages = Stages(
@@ -85,8 +86,15 @@ def plan(settings: SearchSettings, console: Console) -> list[str]:
 
     order, notes = order_of(settings)
     workloads = resolve(settings.persona, settings.workloads)
+    notes += mixture_notes(settings, workloads)
     with console.task("estimate") as progress:
         return [*notes, *search_plan.dry_run(settings, order, workloads, progress)]
+
+
+def mixture_notes(settings: SearchSettings, workloads: Sequence[Workload]) -> list[str]:
+    """Return what the gates test and the calibration data lack, with the command that adds it."""
+    compared = behaviours.compare(settings.calib_data, settings.persona, workloads)
+    return behaviours.notes_on(compared, settings.calib_data)
 
 
 def order_of(settings: SearchSettings) -> tuple[list[str], list[str]]:

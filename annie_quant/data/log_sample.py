@@ -12,6 +12,7 @@ answer, the same for bf16 and for the quantized model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -370,7 +371,8 @@ def split_conversations(
     chosen, notes = _distinct_conversations(sample, persona, scanner)
     rows: list[ChatRow] = []
     for_gates: list[Conversation] = []
-    answered = any(c.has_answer for conversations in chosen.values() for c in conversations)
+    every = itertools.chain.from_iterable(chosen.values())
+    answered = any(conversation.has_answer for conversation in every)
     if chosen and not answered:
         notes.append("the logs have no answers: the model gives them before calibration")
     for conversations in chosen.values():

@@ -106,6 +106,29 @@ def test_a_count_that_no_record_can_hold_is_unknown(cached: object) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("details", "timings", "expected"),
+    [
+        # vLLM and SGLang leave the details out, or send null, without their flag and for 0 tokens.
+        (None, None, None),
+        ({}, None, None),
+        ({"cached_tokens": None}, None, None),
+        ({"cached_tokens": 0}, None, 0),
+        ({"cached_tokens": 96, "audio_tokens": 0}, None, 96),
+        # llama.cpp has its own account; one without cache_n counts nothing.
+        (None, {"cache_n": 90, "prompt_n": 10}, 90),
+        (None, {"cache_n": 0, "prompt_n": 100}, 0),
+        (None, {"prompt_n": 100}, None),
+    ],
+)
+def test_cached_tokens_that_are_not_reported_are_never_zero(
+    details: object, timings: object, expected: int | None
+) -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": details}
+    last = event(usage=usage, timings=timings) if timings else event(usage=usage)
+    assert decode.cached_tokens(answer_of(event({"content": "a"}), last, DONE)) == expected
+
+
 def test_several_tokens_in_a_chunk_use_the_servers_count() -> None:
     answer = answer_of(
         event({"content": "a"}),

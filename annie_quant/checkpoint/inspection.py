@@ -120,6 +120,7 @@ def check_all(
         differences = source_differences(model, original, {(f.code, f.tensor) for f in findings})
         for row in rows:
             row.rel_l2 = differences.rel_l2.get(row.name)
+            row.tuned = row.name in differences.tuned
         findings += differences.findings
         findings += prompt_files.differences(folder.path, original.path)
     return findings, rows

@@ -119,6 +119,11 @@ def print_audit(result: Audit, tensors: bool) -> None:
     errors = error_line(result.tensors)
     if errors:
         console.line(f"  {errors}")
+    n_tuned = sum(row.tuned for row in result.tensors)
+    if n_tuned:
+        console.line(
+            f"  {n_tuned} norms differ from the source by at most 2 %, as tuning changes them"
+        )
     if tensors:
         print_tensors(result.tensors)
     print_lint(result.template, tensors)

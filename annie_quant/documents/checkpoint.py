@@ -34,6 +34,7 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     blocks, zero_blocks: their number, and how many hold zeros only.
     tensor_scale, input_scale: multipliers; None for a linear without, unset for a plain tensor.
     rel_l2: relative error against the source.
+    tuned: a norm that differs from the source's by what tuning may change (quantize/norm_tuning.py).
     """
 
     name: str
@@ -47,6 +48,7 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     tensor_scale: float | UnsetType | None = UNSET
     input_scale: float | UnsetType | None = UNSET
     rel_l2: float | None = None
+    tuned: bool = False
 
 
 Loads = Literal["yes", "no", "after", "unknown"]

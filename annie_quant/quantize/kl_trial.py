@@ -130,7 +130,7 @@ class Trial:
 
     @contextlib.contextmanager
     def rounded(self, plan: QuantizationPlan, inputs: bool = True) -> Iterator[None]:
-        """Give the model the weights and, with `inputs`, the rounded inputs of a plan; restore them at the end."""
+        """Give the model the weights, the norms and, with `inputs`, the rounded inputs of a plan; restore them at the end."""
         weights: dict[str, torch.Tensor] = {}
         for name, linear in plan.linears.items():
             if linear.packed is not None:
@@ -139,6 +139,7 @@ class Trial:
                 weights[name] = fp8_rows(self.parameter(weight_name(self.folder, name)))
         with contextlib.ExitStack() as changes:
             changes.enter_context(self.changed(weights))
+            changes.enter_context(self.changed_norms(plan.tensors))
             if inputs:
                 changes.enter_context(self.rounded_inputs(plan))
             yield
@@ -182,12 +183,31 @@ class Trial:
             yield
 
     @contextlib.contextmanager
+    def changed_norms(self, tensors: Mapping[str, np.ndarray]) -> Iterator[None]:
+        """Give the norms among these tensors of the checkpoint other weights; restore them at the end."""
+        before: dict[str, torch.Tensor] = {}
+        for name, array in tensors.items():
+            if array.ndim == 1:
+                parameter = self.parameter(name)
+                before[name] = parameter.clone()
+                parameter.copy_(torch.from_numpy(array))
+        try:
+            yield
+        finally:
+            for name, weight in before.items():
+                self.parameter(name).copy_(weight)
+
+    @contextlib.contextmanager
     def rounded_inputs(self, plan: QuantizationPlan) -> Iterator[None]:
         """Round the inputs of linears where the plan's formats do: to NVFP4, or to FP8 with a scale per token."""
 
         def rounds(linear: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
             def hook(module: object, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-                return rounded(args[0]), *args[1:]
+                x = args[0]
+                result = rounded(x.detach())
+                if torch.is_grad_enabled() and x.requires_grad:
+                    result = x + (result - x).detach()  # the gradient of x
+                return result, *args[1:]
 
             undo.enter_context(self.linear(linear).register_forward_pre_hook(hook))
 

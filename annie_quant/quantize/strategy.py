@@ -30,6 +30,12 @@ KEPT_INPUTS = 4 << 30
 # Tokens of the answers that a trial scores, whose logits stay in memory, and of these answers with their prompts (held_out.py).
 TRIAL_TOKENS = {"cpu": 1024, "cuda": 8192}
 TRIAL_POSITIONS = {"cpu": 4096, "cuda": math.inf}
+# Steps that tune norms, and tokens of one. More passes over the same answers learn these answers (norm_tuning.py).
+TUNING_STEPS = {"cpu": 48, "cuda": 120}
+TUNING_TOKENS = {"cpu": 1024, "cuda": 8192}
+TUNING_PASSES = 4
+# Numbers per token and column of the hidden states that the gradient of one layer needs; of the others it needs the input.
+TUNING_NUMBERS = 60
 FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 AnswerSource = Literal["own", "given"]
@@ -74,6 +80,10 @@ class Method(StrategyOptions, frozen=True):
         float, described("added to the Hessian's diagonal, relative to its mean")
     ] = 0.05
     prompt: Annotated[float, described("weight of a prompt's token relative to a response's")] = 0.1
+    norms: Annotated[
+        bool | None,
+        described("tune the norms after rounding (norm_tuning.py); default: by best, on a GPU"),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ class Cost:
     trials: some steps have the whole model in memory, and the rounded layers stay there (kl_trial.py).
     reads_answers: by default the whole model first answers the prompts (own_answers.py).
     kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
+    tunes_norms: on a GPU the norms are tuned after rounding (norm_tuning.py).
     """
 
     rank: int
@@ -181,6 +192,7 @@ class Cost:
     trials: bool = False
     reads_answers: bool = False
     kept_inputs: int = 0
+    tunes_norms: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize.rates import Rates
-from annie_quant.quantize.strategy import TRIAL_POSITIONS, TRIAL_TOKENS, Cost, in_float32
+from annie_quant.quantize.strategy import (
+    TRIAL_POSITIONS,
+    TRIAL_TOKENS,
+    TUNING_NUMBERS,
+    TUNING_PASSES,
+    TUNING_STEPS,
+    TUNING_TOKENS,
+    Cost,
+    in_float32,
+)
 
 # ---- constants of times: shares of the matmul rate, measured on a CPU with SmolLM2-135M (tests/perf/strategies.md) and consistent
 # with an H200 (tests/quantize/test_estimates.py has both measurements)
@@ -58,6 +67,10 @@ ANSWER_TOKENS = 60
 DECODE_SHARE = 0.3
 # float32 scores of a head for a batch and all earlier tokens, on a GPU.
 SCORE_COPIES = 4
+# Of a step that tunes norms (norm_tuning.py): forward passes that it takes as long as, the second one for the gradient included,
+# and bytes of the logits that are compared at once, per token of the vocabulary.
+STEP_PASSES = 4
+TUNING_LOGITS = 6 * 4 * 512
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,8 @@ class WorkEstimate:
         peaks = [self.layerwise_bytes() + results]
         if self.cost.trials:
             peaks.append(self.trial_bytes())
+        if self.tunes_norms:
+            peaks.append(self.tuning_bytes())
         if self.own_answers:
             peaks.append(self.answer_bytes())
         return max(peaks)
@@ -207,6 +222,13 @@ class WorkEstimate:
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
         return PROCESS_BYTES + model + logits + caches + scores + computed
 
+    def tuning_bytes(self) -> float:
+        """Return the memory of tuning norms: the whole model, rounded and as it was, and what the gradient of a step needs."""
+        of_token = (TUNING_NUMBERS + self.size.layers) * self.size.hidden_size * self.width
+        tokens = min(self.text.computed, TUNING_TOKENS[self.device])
+        model = 2 * self.width * self.weights
+        return PROCESS_BYTES + model + of_token * tokens + TUNING_LOGITS * self.vocabulary
+
     def answer_bytes(self) -> float:
         """Return the memory of answering the prompts: the whole model, and keys and values of a batch of rows."""
         conversations = max(1, self.text.conversations)
@@ -215,6 +237,10 @@ class WorkEstimate:
         caches = columns * self.attention.position * self.width
         computed = self.pass_bytes(max(BATCH_TOKENS, self.text.prefix))
         return PROCESS_BYTES + self.width * self.weights + caches + computed
+
+    @property
+    def tunes_norms(self) -> bool:
+        return self.cost.tunes_norms and not self.rates.on_cpu
 
     # ---- time
 
@@ -231,6 +257,12 @@ class WorkEstimate:
             seconds["own answers"] = self.answer_seconds()
         if self.cost.passes and self.cost.column_feedback:
             seconds |= self.column_seconds()
+        if self.tunes_norms:
+            tokens = min(
+                TUNING_STEPS["cuda"] * TUNING_TOKENS["cuda"], TUNING_PASSES * self.text.computed
+            )
+            work = STEP_PASSES * 2 * self.body * tokens
+            seconds["norms"] = work / (self.rates.flop_s * FORWARD_SHARE)
         return seconds
 
     @property

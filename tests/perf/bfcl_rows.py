@@ -2,9 +2,10 @@
 
     python tests/perf/bfcl_rows.py rows.jsonl                 # needs the package bfcl-eval
     python tests/perf/bfcl_rows.py rows.jsonl --data DIR/data
+    python tests/perf/bfcl_rows.py rows.jsonl --declines      # and the prompts that no tool fits
 
 Every row has one user's prompt, its tools, and the call with the first accepted value of each argument; an argument whose first
-value is "" is left out. The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
+value is "" is left out. With --declines the prompts of live_irrelevance follow, answered by a refusal. The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from annie_quant.judge import bfcl
 
 CATEGORIES = ("live_simple", "live_multiple")
+REFUSAL = "None of my tools can do that."
 
 
 def first_accepted(value: Any) -> Any:
@@ -67,15 +69,27 @@ def rows(root: Path) -> Iterator[dict[str, Any]]:
             }
 
 
+def declines(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the prompts that none of their tools fits, with a refusal."""
+    for row in bfcl._rows(root / "BFCL_v4_live_irrelevance.json"):
+        yield {
+            "messages": [*row["question"][0], {"role": "assistant", "content": REFUSAL}],
+            "tools": [bfcl._tool(f) for f in row["function"]],
+            "category": "live_irrelevance",
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path)
     parser.add_argument("--data", type=Path, help="the package's folder data")
+    parser.add_argument("--declines", action="store_true", help="also live_irrelevance")
     arguments = parser.parse_args()
     root = arguments.data or bfcl._package_data()
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows(root)]
+    chosen = [*rows(root), *(declines(root) if arguments.declines else ())]
+    lines = [json.dumps(row, ensure_ascii=False) for row in chosen]
     arguments.output.write_text("\n".join(lines) + "\n")
     print(f"{arguments.output}: {len(lines)} conversations")
 

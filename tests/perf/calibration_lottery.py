@@ -119,7 +119,9 @@ def table(arguments: argparse.Namespace) -> None:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["draw"]):
         for name, side in row["numerics"].items():
-            key = (row["model"], row["strategy"], ",".join(row["settings"]), row["answers"], name)
+            settings = ",".join(row["settings"])
+            n_rows = f"{row['rows']} rows {row.get('pool', '')}".strip()
+            key = (row["model"], row["strategy"], settings, row["answers"], n_rows, name)
             groups.setdefault(key, []).append(side)
     for key, sides in groups.items():
         print(f"\n**{', '.join(filter(None, key))}**, {len(sides)} draws\n")

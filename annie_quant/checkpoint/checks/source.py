@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SUSPICIOUS_ERROR = 0.2
 SAME_VALUES = 2**-8  # relative error of a tensor that was rounded to another 16-bit type
 PLAIN_FOLD_ERROR = 0.02  # of an unquantized linear with folded scales, against the fit
+# Largest change of a norm that is tuned, relative to its gain or to a tenth of the mean gain: 2 % (quantize/norm_tuning.py) and
+# the rounding to 16 bits.
+MAX_TUNED_CHANGE = 0.02 + 2**-7
 PIECE = 1 << 20  # elements
 
 
@@ -35,11 +38,13 @@ class SourceDifferences:
     rel_l2: quantized linear → relative L2 error of its values.
     findings: tensors that do not follow from the source.
     scaled: layers in which scales were moved between tensors.
+    tuned: norms that differ by what tuning may change.
     """
 
     rel_l2: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     scaled: set[str] = field(default_factory=set)
+    tuned: list[str] = field(default_factory=list)
 
 
 def source_differences(
@@ -74,6 +79,7 @@ def source_differences(
     plain = plain_differences(model, source)
     result.findings.extend(plain.findings)
     result.scaled.update(plain.scaled)
+    result.tuned.extend(plain.tuned)
     result.findings.extend(folds.check(model, source, result.scaled))
     return result
 
@@ -147,16 +153,32 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
         if error < SAME_VALUES:
             continue
         inside = models.in_layer(name)
+        is_tuned = is_tuned_norm(name, ours, theirs, int(family.adds_one(name)))
+        if is_tuned:
+            result.tuned.append(name)
         # Norms and biases are checked together with the linears that read them.
         checked = inside in norms | biases
         if checked or (
             inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)
         ):
             result.scaled.add(models.layer_of(name))
-        else:
+        elif not is_tuned:
             problem = f"not quantized, and differs from the source by {error:.3g}"
             result.findings.append(fault("differs_from_source", name, problem))
     return result
+
+
+def is_tuned_norm(name: str, ours: np.ndarray, theirs: np.ndarray, one: int) -> bool:
+    """Return whether a tensor is a norm that differs from the source's by no more than tuning may change it.
+
+    one: 1 for a norm that computes (1 + w) * x, else 0.
+    """
+    module = name.removesuffix(".weight")
+    if "norm" not in module.rpartition(".")[2] or ours.ndim != 1:
+        return False
+    gain = np.abs(theirs + one)
+    reference = np.maximum(gain, 0.1 * gain.mean())
+    return bool((np.abs(ours - theirs) <= MAX_TUNED_CHANGE * reference).all())
 
 
 def float32(folder: ModelFolder, name: str) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 First the source answers with the inputs of one group of linears rounded at a time; the groups with most of the harm stay W4A16
 (mixed_formats.py). Under --max-gb, --min-tps, --max-ttft-ms or --max-loss the formats of all groups and of the head are chosen
-(frontier_plan.py). Then GPTQ rounds with all conversations, unless plain rounding is better on held-out ones (held_out.py). A
-killed run continues after its last trial or layer.
+(frontier_plan.py). Then GPTQ rounds with all conversations, unless plain rounding is better on held-out ones (held_out.py), and
+on a GPU the norms are tuned (norm_tuning.py). A killed run continues after its last trial or layer.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def plan_model(
     look: compare GPTQ with plain rounding on held-out conversations, and take plain rounding where GPTQ is worse.
     device: whose time to the first token is reported; None: no report.
     """
-    from annie_quant.quantize import frontier_plan, held_out, mixed_formats
+    from annie_quant.quantize import frontier_plan, held_out, mixed_formats, norm_tuning
+    from annie_quant.quantize.backend import device_kind
     from annie_quant.quantize.calibration_text import read_answers
     from annie_quant.quantize.input_stats import calibrated
     from annie_quant.quantize.rounding import round_model
@@ -148,6 +149,9 @@ def plan_model(
         progress.message(mixed_formats.given_up_line(None, job, planned.formats, device))
     announce_size(ModelFolder(job.model), planned.formats, progress)
     formats = {n: f for n, f in planned.formats.items() if f.in_four_bits and n != HEAD}
+    tunes = method.norms
+    if tunes is None:
+        tunes = look and device_kind() == "cuda"
     if looked.plain_is_better:
         amax, tokens, _ = calibrated(job, list(formats), progress)
         result = QuantizationPlan.of(formats, amax, tokens)
@@ -160,6 +164,8 @@ def plan_model(
     result.held_out = looked.held_out
     result.ingredients = list(looked.methods)
     result.calibration = text.use
+    if tunes and not looked.plain_is_better:
+        norm_tuning.tune_norms(job, result, samples, progress)
     return result
 
 
@@ -207,6 +213,7 @@ STRATEGY = Strategy(
         kept_inputs=KEPT_INPUTS,
         trials=True,
         reads_answers=True,
+        tunes_norms=True,
     ),
     plan=plan_best,
     options=BestOptions,

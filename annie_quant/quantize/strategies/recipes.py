@@ -170,7 +170,7 @@ AUTO_MIXED = Strategy(
     name="auto_mixed",
     summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
     formats=dict.fromkeys(LINEARS, AutoMixedOptions().bits),
-    cost=replace(BEST.cost, rank=90, passes=200, held_out_look=False),
+    cost=replace(BEST.cost, rank=90, passes=200, held_out_look=False, tunes_norms=False),
     plan=plan_bits,
     options=AutoMixedOptions,
     limits=limits_of_bits,

@@ -141,6 +141,24 @@ def test_the_base_alone_differs_from_pefts_merge(bases, tmp_path: Path) -> None:
     assert len(changed) == 15 and min(changed.values()) > 1
 
 
+def test_a_rank_above_128_differs_at_most_by_the_next_number(bases, tmp_path: Path) -> None:
+    """NumPy's and torch's products of so many terms add them in blocks of different sizes."""
+    import torch
+
+    form = Form("llama", {"target_modules": ALL_LINEAR, "r": 256})
+    base = bases(form.kind)
+    adapted = adapter_models.trained(base, form)
+    adapter = adapter_models.save_adapter(adapted, tmp_path / "adapter")
+    adapters.merge(base, adapter, tmp_path / "merged")
+    expected = adapter_models.merged_by_peft(adapted)
+    changed = 0
+    for name, tensor in tensors_of(tmp_path / "merged").items():
+        distance = tensor.view(torch.int16).int() - expected[name].view(torch.int16).int()
+        assert distance.abs().max() <= 1
+        changed += int(distance.count_nonzero())
+    assert changed < 200
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_adapter_in_16_bits_is_merged_as_peft_loads_it(dtype, bases, tmp_path: Path) -> None:
     import torch

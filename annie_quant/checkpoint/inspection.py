@@ -145,6 +145,7 @@ def audit_summary(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditS
         bits_per_quantized_weight=size.bits_per_quantized_weight,
         shards=len(folder.shards),
         mtp=completeness.describe_mtp(model),
+        kv_cache=settings.describe_kv_cache(model.config.kv_cache),
         loads=[str(support) for support in servers],
         servers=servers,
     )

@@ -234,12 +234,14 @@ class ConvertOptions:
             Default with --adapter: bf16.
         adapter: Folder of a LoRA adapter to merge into the checkpoint, its 16-bit base.
         type: GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.
+        chat_template: With --to hf: a file with the chat template of a GGUF file that has none, as of a base model.
         output: Folder, or file for GGUF. Default: in the checkpoint's parent folder.
     """
 
     to: Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"] | None = None
     adapter: Path | None = None
     type: str | None = None
+    chat_template: Path | None = None
     output: Path | None = None
     force: opt.Force = False
     as_json: opt.AsJson = False
@@ -259,7 +261,9 @@ def convert(checkpoint: Path, /, *, options: ConvertOptions = ConvertOptions()) 
             quiet_engines()
             from annie_quant.offline.loading import convert_gguf
 
-            result = convert_gguf(checkpoint, options.output, options.force, step)
+            result = convert_gguf(
+                checkpoint, options.output, options.force, step, options.chat_template
+            )
         else:
             result = annie_quant.checkpoint.convert(
                 checkpoint,

@@ -81,6 +81,8 @@ class AuditSummary(msgspec.Struct):
     loads: the same as text.
     mtp: number of tensors per format of the head for multi-token prediction ("15 BF16"), "missing",
         or None without a head.
+    kv_cache: the format of the KV cache that the settings ask for, and what is known about servers
+        with it; None for a cache in 16 bits.
     """
 
     dialect: str | None = None
@@ -95,6 +97,7 @@ class AuditSummary(msgspec.Struct):
     loads: list[str] = []
     servers: list[ServerSupport] = []
     mtp: str | None = None
+    kv_cache: str | None = None
 
 
 class RemoteRead(msgspec.Struct):

@@ -425,7 +425,8 @@ def model_notes(numerics: Sequence[str], skipped: Sequence[str], model: nn.Modul
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
     if any(n.endswith("-nvfp4kv") for n in (*numerics, *skipped)):
         lines.append(
-            "a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8"
+            "a KV cache in NVFP4: one server's answers repeat token 0 with thinking and tools (sgl-project/sglang#36537); others "
+            "serve it, so look at the answers of yours"
         )
     return lines
 

@@ -55,6 +55,7 @@ from annie_quant.offline.linears import (
     set_numerics,
 )
 from annie_quant.offline.profiles import PROFILES, UNQUANTIZED
+from annie_quant.offline.sentencepiece import gemma_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -260,13 +261,19 @@ ENDS = (
     "<|end|>",
     "</s>",
 )
-_TEMPLATE = "add one: gguf_new_metadata.py --chat-template-file FILE (llama.cpp's gguf-py)"
+_TEMPLATE = "give one: --chat-template FILE (Jinja)"
 
 
 def convert_gguf(
-    path: Path, output: Path | None, force: bool = False, progress: Progress = SILENT
+    path: Path,
+    output: Path | None,
+    force: bool = False,
+    progress: Progress = SILENT,
+    chat_template: Path | None = None,
 ) -> Conversion:
     """Write a GGUF file as a model folder in bf16.
+
+    chat_template: file of a Jinja template that replaces the file's, or is the one of a base model, which has none.
 
     Raises CheckpointError for a file that is cut or has unknown types, for an architecture that is not read here or not by
     transformers, and for a file without a chat template.
@@ -274,7 +281,8 @@ def convert_gguf(
     if not path.is_file():
         raise UsageError(f"{path} is not a file", "give a GGUF file")
     reader = open_reader(path)
-    architecture = check_gguf(path, reader)
+    template = None if chat_template is None else read_template(chat_template)
+    architecture = check_gguf(path, reader, needs_template=template is None)
     target = output or path.with_suffix("")
     kinds = Counter(t.tensor_type.name for t in reader.tensors)
     progress.message(
@@ -286,6 +294,8 @@ def convert_gguf(
         opened_once(reader),
     ):
         tokenizer = read_tokenizer(path, reader)
+        if template is not None:
+            tokenizer.chat_template = template
         config = AutoConfig.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         )
@@ -293,6 +303,8 @@ def convert_gguf(
             width := gguf_value(reader, f"{architecture}.attention.key_length")
         ):
             config.head_dim = width  # transformers 5.14 takes the class's default
+            if hasattr(config, "query_pre_attn_scalar"):
+                config.query_pre_attn_scalar = width  # llama.cpp's scale of attention for Gemma 3
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent,
             config=config,
@@ -320,16 +332,23 @@ def convert_gguf(
     return Conversion(str(target), size_bytes, len(reader.tensors), loss)
 
 
-def check_gguf(path: Path, reader: GGUFReader) -> str:
+def read_template(file: Path) -> str:
+    """Return the chat template in a file. Raises UsageError where it is none."""
+    if not file.is_file():
+        raise UsageError(f"--chat-template {file}: no such file")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if "{%" not in text and "{{" not in text:
+        raise UsageError(
+            f"--chat-template {file}: expected a Jinja template, which has {{% or {{{{"
+        )
+    return text
+
+
+def check_gguf(path: Path, reader: GGUFReader, needs_template: bool = True) -> str:
     """Return the architecture. Raises CheckpointError where the file cannot become a folder."""
     gguf = need("gguf", "serve")
     architecture = str(gguf_value(reader, "general.architecture", ""))
-    # transformers 5.14 gives a family with windows its class's default scale of attention, whatever the file's heads are.
-    known = [
-        f.gguf.architecture
-        for f in models.families()
-        if f.gguf and not f.experts and not f.gguf.window_pattern
-    ]
+    known = [f.gguf.architecture for f in models.families() if f.gguf and not f.experts]
     served = f"annie-quant serve {shlex.quote(str(path))} --runtime llama.cpp, and bench, take it"
     if architecture not in known:
         raise CheckpointError(
@@ -362,7 +381,7 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
             f"{path}: its rotary embedding is scaled, and transformers' reader would drop that",
             "start from the model's own folder",
         )
-    if not gguf_value(reader, "tokenizer.chat_template", ""):
+    if needs_template and not gguf_value(reader, "tokenizer.chat_template", ""):
         raise CheckpointError(
             f"{path}: no chat template, so conversations cannot be rendered", _TEMPLATE
         )
@@ -371,6 +390,9 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
 
 def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:
     """Return the file's tokenizer, with the tokens that are never split and the end token that the file names."""
+    is_gemma = str(gguf_value(reader, "general.architecture", "")).startswith("gemma")
+    if is_gemma and gguf_value(reader, "tokenizer.ggml.model", "") == "llama":
+        return gemma_tokenizer(path, reader)
     tokenizer: Any = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, trust_remote_code=False
     )

@@ -228,7 +228,7 @@ def _check_kv_cache(kind: str) -> None:
     """Raise UsageError for an unknown KV cache, and for NVFP4 with the reason."""
     if kind == "nvfp4":
         raise UsageError(
-            "an NVFP4 KV cache is not exported: with thinking and tools it is known to loop at token 0",
+            "an NVFP4 KV cache is not written here: SGLang takes it as an option, and vLLM's releases have none for SM12x",
             "--kv-cache fp8 with --calib-data",
         )
     if kind not in KV_CACHES:

@@ -31,6 +31,53 @@ TEXTS = [
 ]
 
 
+def test_the_merges_of_a_sentencepiece_file_are_those_it_was_trained_with() -> None:
+    """The reference is the tokenizer that the library trained; the file has its tokens and ranks only."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    from annie_quant.offline import sentencepiece
+
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", sentencepiece.SPACE)
+    trained.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    text = Path(sentencepiece.__file__).read_text()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<unk>", "<bos>"], show_progress=False
+    )
+    trained.train_from_iterator(text.splitlines(), trainer)
+    tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
+    kinds = [3, 3, *[1] * (len(tokens) - 2)]
+    merges = sentencepiece.merges_of(tokens, kinds, [-float(i) for i in range(len(tokens))])
+    again = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>"))
+    again.normalizer = trained.normalizer
+    again.pre_tokenizer = trained.pre_tokenizer
+    for line in (*text.splitlines(), "mean returns from tokenizers", "scores or merges"):
+        assert again.encode(line).ids == trained.encode(line).ids, line
+
+
+def test_gemma_keeps_its_scale_windows_and_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base model's file has no template: it is given. The tokenizer is tiny-annie's, which no Gemma file has."""
+    source = make(tmp_path / "gemma", "gemma3")
+    file = Path(aq.checkpoint.convert(source, "gguf", tmp_path / "gemma.gguf").path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    monkeypatch.setattr(loading, "read_tokenizer", lambda *_: tokenizer)
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    loading.convert_gguf(file, tmp_path / "out", chat_template=template)
+    one, other = ModelFolder(source), ModelFolder(tmp_path / "out")
+    assert {n: one.tensor(n).tobytes() for n in one} == {
+        n: other.tensor(n).tobytes() for n in other
+    }
+    for field in ("query_pre_attn_scalar", "layer_types", "sliding_window", "rope_parameters"):
+        assert one.config[field] == other.config[field], field
+    assert (tmp_path / "out/chat_template.jinja").read_text() == template.read_text()
+    template.write_text("no template")
+    with pytest.raises(aq.core.errors.UsageError, match="expected a Jinja template"):
+        loading.convert_gguf(file, tmp_path / "none", chat_template=template)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return each model's folder and its GGUF file in bf16."""

@@ -136,15 +136,6 @@ CASES: list[tuple[str, str, TableChange | None, FolderChange | None, str]] = [
         "scale_shape",
     ),
     (CT27, "a layer lost", drop("layers.20."), None, "decoder_incomplete"),
-    (
-        CT27,
-        "a KV cache in NVFP4",
-        lambda t, c: c["quantization_config"].update(
-            kv_cache_scheme=None, kv_cache_quant_algo="NVFP4"
-        ),
-        None,
-        "kv_cache_nvfp4",
-    ),
     (QWEN8, "a shard not uploaded", None, shard(Path.unlink), "shard_missing"),
     (QWEN8, "a shard cut off", None, shard(truncate), "shard_truncated"),
     (

@@ -48,15 +48,15 @@ from annie_quant.quantize.strategy import (
     StrategyOptions,
 )
 
-LEARNING_RATE = 2e-4  # of changes relative to a norm's mean gain
+NORM_LEARNING_RATE = 2e-4  # of changes relative to a norm's mean gain
 WARM_UP_STEPS = 5
 # Largest change of a norm, relative to its gain. The audit (checks/folds.py) allows more before linears that are all in 4 bits.
 MAX_CHANGE = 0.01
 MAX_CHANGE_IN_FOUR_BITS = 0.02
 # Tokens whose logits are compared at once, in float32; they are computed again for the gradient, as every layer is.
-COMPARED_TOKENS = 512
-MEMORY_SHARE = 0.3  # of the free memory, for what the gradient of a batch needs
-TOO_FEW = "norms are not tuned: too few conversations to hold some out"
+TOKENS_PER_LOSS = 512
+GRADIENT_MEMORY_SHARE = 0.3  # of the free memory, for what the gradient of a batch needs
+NOTHING_HELD_OUT = "norms are not tuned: too few conversations to hold some out"
 TOO_LONG = "norms are not tuned: memory holds none of the conversations (--calib-tokens)"
 
 
@@ -69,7 +69,7 @@ def tune_norms(
     """Add tuned norms to a plan whose linears are rounded, where held-out answers are better with them."""
     learned, held = hold_out(samples)
     if not held:
-        progress.message(TOO_FEW)
+        progress.message(NOTHING_HELD_OUT)
         return
     kind = device_kind()
     answers = answers_to_score(held, TRIAL_TOKENS[kind], TRIAL_POSITIONS[kind])
@@ -254,7 +254,7 @@ class NormTuning:
         of_token = (TUNING_NUMBERS + config.num_hidden_layers) * config.hidden_size
         of_token *= self.model.dtype.itemsize
         free = free_memory_bytes()
-        return max(512, int(MEMORY_SHARE * free / of_token))
+        return max(512, int(GRADIENT_MEMORY_SHARE * free / of_token))
 
     def batch(self, samples: Sequence[CalibrationSample]) -> AnswerBatch:
         """Return samples padded on the right, where no real token sees it, with the source's states."""
@@ -308,7 +308,7 @@ class NormTuning:
             for step in range(self.count):
                 decay = 0.5 * (1 + math.cos(math.pi * step / self.count))
                 warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
-                optimizer.param_groups[0]["lr"] = LEARNING_RATE * decay * warm_up
+                optimizer.param_groups[0]["lr"] = NORM_LEARNING_RATE * decay * warm_up
                 total = 0.0
                 for _ in range(self.batches_per_step):
                     if not waiting:
@@ -336,7 +336,7 @@ class NormTuning:
         source = batch.source.to(self.device)
         head = self.trial.linear(HEAD).weight
         total = torch.zeros((), device=self.device)
-        parts = zip(source.split(COMPARED_TOKENS), states.split(COMPARED_TOKENS), strict=True)
+        parts = zip(source.split(TOKENS_PER_LOSS), states.split(TOKENS_PER_LOSS), strict=True)
         for source_part, part in parts:
             total = total + checkpoint(
                 divergence_of_states, source_part, part, self.head, head, use_reentrant=False

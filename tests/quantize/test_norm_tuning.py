@@ -86,7 +86,7 @@ def test_tuned_norms_lower_the_held_out_divergence_and_pass_the_audit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = divergence(plan, job.model, samples)
-    monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 2e-3)
+    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 2e-3)
     norm_tuning.tune_norms(job, plan, samples, SILENT)
     assert divergence(plan, job.model, samples) < 0.97 * before
     gptq, tuned = plan.ingredients
@@ -122,7 +122,7 @@ def test_norms_that_do_not_help_held_out_answers_are_not_used(
     samples: Samples,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1.0)
+    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 1.0)
     monkeypatch.setattr(norm_tuning, "MAX_CHANGE", 1.0)
     monkeypatch.setattr(norm_tuning, "MAX_CHANGE_IN_FOUR_BITS", 1.0)
     monkeypatch.setitem(norm_tuning.TUNING_STEPS, "cpu", 2)
@@ -232,6 +232,6 @@ def test_norms_are_tuned_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = divergence(plan, job.model, samples)
-    monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 2e-3)
+    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 2e-3)
     norm_tuning.tune_norms(job, plan, samples, SILENT)
     assert divergence(plan, job.model, samples) < 0.97 * before

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,6 +226,11 @@ class ServeOptions:
         write_recipe: Write the recipe as YAML (sparkrun) and exit.
         prompt_tokens: Prompt whose time to the first token --dry-run predicts. Default: 2048.
         cached_tokens: Of these, tokens that the server has from an earlier request.
+        context: Tokens per conversation at most. Default: the recipe's.
+        streams: Conversations at once at most. Default: the recipe's.
+        memory_share: Share of the memory that the server reserves. Default: the recipe's.
+        keep_free_gb: GB of memory that stay free: with less the server is not started, or is killed. 0: no guard. Default: a
+            twelfth of unified memory, else a thirty-second part.
         dry_run: Print the command and exit.
     """
 
@@ -234,6 +240,10 @@ class ServeOptions:
     write_recipe: Path | None = None
     prompt_tokens: Annotated[int | None, at_least(1)] = None
     cached_tokens: Annotated[int, at_least(0)] = 0
+    context: Annotated[int | None, at_least(1)] = None
+    streams: Annotated[int | None, at_least(1)] = None
+    memory_share: Annotated[float | None, POSITIVE] = None
+    keep_free_gb: Annotated[float | None, at_least(0)] = None
     dry_run: bool = False
 
 
@@ -241,11 +251,24 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
     """Serve a checkpoint (or a GGUF file) until Ctrl-C.
 
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
+    Before a start the memory is predicted: a server that needs more than is available is refused. While it serves, a guard kills
+    it when almost no memory is left, because a machine with unified memory would freeze.
     """
+    from annie_quant.core import host
+    from annie_quant.ops import memory_budget
+    from annie_quant.ops.server import Guard
+
     runtime = options.runtime
     port = options.port
     serving = annie_quant.serve
     chosen: dict[str, Any] = {"recipe": options.use} if options.use else {}
+    limits = memory_budget.ServingLimits(options.context, options.streams, options.memory_share)
+    memory = host.memory()
+    keep_free_bytes = 0
+    if memory:
+        keep_free_bytes = memory_budget.default_keep_free(memory)
+    if options.keep_free_gb is not None:
+        keep_free_bytes = round(options.keep_free_gb * 1e9)
     if options.write_recipe or options.dry_run:
         for note in serving.check(model, runtime=runtime, **chosen):
             console.note(note)
@@ -254,8 +277,27 @@ def serve(model: Path, /, *, options: ServeOptions = ServeOptions()) -> None:
         if options.dry_run:
             for line in _predicted(model, options):
                 console.note(line)
-            echo(serving.command(model, runtime, port, **chosen))
+            words = limits.applied(
+                shlex.split(serving.command(model, runtime, port, **chosen)), runtime
+            )
+            if memory and memory_budget.is_in_system_memory(runtime):
+                need = memory_budget.need_of(model, words, runtime)
+                console.note(f"on this machine: {need.describe(memory.total_bytes)}")
+            echo(shlex.join(words))
         return
+    if memory and memory_budget.is_in_system_memory(runtime):
+        words = limits.applied(
+            shlex.split(serving.command(model, runtime, port, **chosen)), runtime
+        )
+        with contextlib.suppress(CheckpointError):  # the server's own error says more
+            need = memory_budget.need_of(model, words, runtime)
+            memory_budget.check(need, memory, keep_free_bytes)
+    if runtime in memory_budget.OPTIONS:
+        chosen["change"] = lambda words: limits.applied(words, runtime)
+    else:
+        given = {"context": options.context, "parallel": options.streams}
+        chosen |= {name: value for name, value in given.items() if value is not None}
+    chosen["guard"] = Guard(keep_free_bytes)
     with console.task(f"{runtime} on port {port}") as step:
         server = serving.start(model, runtime=runtime, port=port, progress=step, **chosen)
     with server:

@@ -180,6 +180,12 @@ def nvml_devices() -> tuple[ModuleType | None, list[object]]:
         return None, []
 
 
+def shares_memory() -> bool:
+    """Return whether a GPU of this machine uses the system's memory, as on a DGX Spark: NVML reports none of its own."""
+    nvml, devices = nvml_devices()
+    return any(_nvml_value(nvml, "nvmlDeviceGetMemoryInfo", device) is None for device in devices)
+
+
 def gpus() -> list[dict[str, str]]:
     """Return one dict per GPU, with nvidia-smi's names and formats: {"name": "NVIDIA GB10", "clocks.sm": "2418 MHz", ...}."""
     command = smi_command("gpu", _GPU_FIELDS)

@@ -46,6 +46,7 @@ class LlamaCpp:
         template: Path | None = None,
         parse_calls: bool = True,
         progress: Progress = SILENT,
+        guard: process.Guard = process.NO_GUARD,
     ) -> process.Server:
         """Serve a GGUF file.
 
@@ -56,6 +57,7 @@ class LlamaCpp:
         kv_type   ggml's type of cached keys and values: f16, bf16, q8_0, q4_0 ...
         template  file with a chat template that replaces the model's
         parse_calls  False: tool calls and thinking stay in the text
+        guard     kills the server where the machine's memory runs out
         """
         need("xllamacpp", "serve")
         check_file(model)
@@ -80,6 +82,7 @@ class LlamaCpp:
             log,
             NAME,
             environment(),
+            guard=guard,
         )
         try:
             process.wait_ready(server, lambda: address.read_text() or None, timeout_s, progress)

@@ -18,12 +18,14 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from annie_quant.core.errors import ServerError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.ops import known_faults
+from annie_quant.ops.supervisor import GUARD_WORD
 from annie_quant.stream.client import fetch
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -37,6 +39,20 @@ ERROR_WORDS = ("error", "failed", "abort", "exception", "cannot", "unknown", "in
 _STAMP = re.compile(r"^[\d.]+ [A-Z] ")  # llama.cpp's time and level
 _ERROR = re.compile(r"^[\d.]+ E ")
 
+
+@dataclass(frozen=True)
+class Guard:
+    """When the supervisor kills its server for want of memory.
+
+    keep_free_bytes: as soon as less is available; 0: never.
+    meminfo: the file with MemAvailable.
+    """
+
+    keep_free_bytes: int = 0
+    meminfo: str = "/proc/meminfo"
+
+
+NO_GUARD = Guard()
 _running: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
@@ -96,6 +112,7 @@ def spawn(
     name: str,
     env: dict[str, str] | None = None,
     container_file: str | None = None,
+    guard: Guard = NO_GUARD,
 ) -> Server:
     """Start `command` below a supervisor, with its output in `log` (None: a temporary file).
 
@@ -115,6 +132,8 @@ def spawn(
         str(SUPERVISOR),
         str(status_write),
         container_file or "-",
+        str(guard.keep_free_bytes),
+        guard.meminfo,
         *command,
     ]
     with os.fdopen(status_read, "rb", buffering=0) as status:
@@ -179,6 +198,7 @@ def start_at(
     env: dict[str, str] | None,
     timeout_s: float,
     progress: Progress = SILENT,
+    guard: Guard = NO_GUARD,
 ) -> Server:
     """Start a command that serves at a port, and return its server when /health answers.
 
@@ -188,7 +208,7 @@ def start_at(
     if words[:2] == ["docker", "run"]:
         container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
         words[2:2] = ["--cidfile", container_file]
-    server = spawn(words, log, name, env, container_file)
+    server = spawn(words, log, name, env, container_file, guard)
     wait_ready(server, lambda: f"http://127.0.0.1:{port}", timeout_s, progress)
     return server
 
@@ -226,13 +246,15 @@ def read(log: Path) -> str:
 
 def hint(log: Path) -> str:
     """Return the fix of a known error in the log, and the log's path."""
-    known = known_faults.find_error(read(log))
+    known = known_faults.find_error(cause_line(log)) or known_faults.find_error(read(log))
     return f"{known.cause}: {known.fix}  (log: {log})" if known else f"see {log}"
 
 
 def cause_line(log: Path) -> str:
     """Return the log's first line about an error, or its last line if it has none."""
     lines = [line.strip() for line in read(log).splitlines() if line.strip()]
+    if lines and lines[-1].startswith(GUARD_WORD):
+        return printable(lines[-1])
     errors = [line for line in lines if _ERROR.match(line)]
     errors = errors or [line for line in lines if any(word in line.lower() for word in ERROR_WORDS)]
     line = (errors or lines[-1:] or ["no output"])[0]

@@ -297,10 +297,12 @@ class RecipeRuntime:
         recipe: str | None = None,
         progress: Progress = SILENT,
         change: Callable[[list[str]], list[str]] = list,
+        guard: process.Guard = process.NO_GUARD,
     ) -> Server:
         """Start the server and wait for /health. Raises EnvironmentFault if docker or the program is not installed.
 
         change: returns the command to run instead of the recipe's.
+        guard: kills the server where the machine's memory runs out.
         """
         self.check_folder(model)
         chosen, port = self.find(recipe), port or 8000
@@ -317,7 +319,7 @@ class RecipeRuntime:
             )
         process.check_port(port)
         return process.start_at(
-            port, words, log, self.name, {**os.environ, **chosen.env}, timeout_s, progress
+            port, words, log, self.name, {**os.environ, **chosen.env}, timeout_s, progress, guard
         )
 
 

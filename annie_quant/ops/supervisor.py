@@ -108,14 +108,15 @@ class MemoryGuard:
     def __init__(self, keep_free_bytes: int, meminfo: str) -> None:
         self.keep_free_bytes = keep_free_bytes
         self.message = ""
-        self._files = [meminfo, *group_files()] if keep_free_bytes else []
+        self._meminfo = meminfo
+        self._groups = group_files() if keep_free_bytes else []
 
     @property
     def period_s(self) -> float | None:
         return SAMPLE_S if self.keep_free_bytes else None
 
     def has_tripped(self) -> bool:
-        """Sample the memory."""
+        """Sample the memory, and return whether less is available than has to stay free."""
         left = self.available_bytes()
         if left is None or left >= self.keep_free_bytes:
             return False
@@ -127,10 +128,8 @@ class MemoryGuard:
 
     def available_bytes(self) -> int | None:
         """Return the bytes that can still be used; None where no file reports them."""
-        if not self._files:
-            return None
-        known = [_mem_available(self._files[0])]
-        known += [_left_in_group(*files) for files in self._files[1:]]
+        known = [_mem_available(self._meminfo)]
+        known += [_left_in_group(*files) for files in self._groups]
         return min((size for size in known if size is not None), default=None)
 
 

@@ -73,6 +73,9 @@ class Machine(Probe):
     def env(self, name):
         return {"HF_TOKEN": "hf_secret", "HF_HOME": str(self.home)}.get(name)
 
+    def gpu_product(self):
+        return self.facts.get("product", (220e9, (2400.0, 60.0, None)))
+
     def torch_cuda_version(self):
         return self.facts.get("cuda", "13.0")
 
@@ -94,6 +97,28 @@ def spark(**changes):
 
 def levels(findings, level):
     return {f.check: f for f in findings if f.level == level}
+
+
+@pytest.mark.parametrize(
+    ("product", "level", "text"),
+    [
+        ((220e9, (2400.0, 60.0, None)), "ok", "220 GB/s, 2400 MHz"),
+        ((70e9, (2190.0, 60.0, None)), "note", "70 GB/s, 2190 MHz, 30% of a healthy NVIDIA GB10"),
+        ((220e9, (890.0, 60.0, "software power cap")), "note", "limits the clock: software power"),
+        ((200e9, (890.0, 60.0, None)), "note", "890 MHz, 86% of a healthy NVIDIA GB10"),
+        (None, "note", "not checked, our kernel does not run here"),
+    ],
+)
+def test_a_slow_gpu_is_named(product, level, text):
+    (finding,) = doctor.check_speed(spark(product=product))
+    assert finding.level == level and text in finding.message
+    assert level == "ok" or finding.why or product is None
+
+
+def test_without_a_gpu_the_speed_is_not_checked():
+    (finding,) = doctor.check_speed(Machine())
+    assert finding.level == "note" and "there is no GPU here" in finding.message
+    assert doctor.Probe().gpu_product() is None or host.gpus()
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,15 @@ def describe(kind: str, prediction: DraftPrediction, times: StepTimes | None) ->
     speed = speed_of(prediction, times)
     best = speed.best
     if best == 0:
-        rate = speed.tok_s[1]
-        off = f"drafts, {kind}: off: {speed.tok_s[0]:,.3g} tok/s without, {rate:,.3g} with one"
+        rates = f"{_rate(speed.tok_s[0])} tok/s without, {_rate(speed.tok_s[1])} with one"
+        off = f"drafts, {kind}: off: {rates}"
         return f"{off} ({_accepted(prediction, 1)})"
-    rates = f"{speed.tok_s[best]:,.3g} tok/s against {speed.tok_s[0]:,.3g} without"
+    rates = f"{_rate(speed.tok_s[best])} tok/s against {_rate(speed.tok_s[0])} without"
     return f"drafts, {kind}: {best} per step, about {rates}: {_accepted(prediction, best)}"
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"
 
 
 def _accepted(prediction: DraftPrediction, drafts: int) -> str:

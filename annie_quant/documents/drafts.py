@@ -22,8 +22,8 @@ class DraftSteps(msgspec.Struct, frozen=True):
 
     drafts: per step.
     steps: number of them.
-    accepted: share of the steps whose first k drafts are all accepted, for k from 1 on. A draft after the end of an answer
-        does not count.
+    accepted: share of the steps whose first k drafts are all accepted, for k from 1 on. Drafts of the last token of an
+        answer, and after it, do not count.
     tokens_per_step: tokens of the answers, without the first of each, per step.
     """
 

@@ -49,12 +49,13 @@ class AcceptedDrafts:
     """What a server accepted in its answers.
 
     offered, accepted: per position from 1 on, the steps in which such a draft could count and did.
-    steps: per answer, (tokens of the answer before the step, accepted drafts) of each step; [] where only counts are known.
+    steps: per answer, (tokens of the answer before the step, drafts that could count, accepted ones) of each step; [] where only
+        counts are known.
     """
 
     offered: Sequence[int]
     accepted: Sequence[int]
-    steps: Sequence[Sequence[tuple[int, int]]] = ()
+    steps: Sequence[Sequence[tuple[int, int, int]]] = ()
 
     @property
     def shares(self) -> list[float]:
@@ -223,8 +224,8 @@ def score(runs: Runs, served: AcceptedDrafts, drafts: int) -> float:
     equal = 0
     for answer, steps in enumerate(served.steps):
         run = runs[answer]
-        for tokens_before, accepted in steps:
-            equal += min(run[tokens_before - 1], drafts) == accepted
+        for tokens_before, offered, accepted in steps:
+            equal += min(run[tokens_before - 1], offered) == accepted
     return float(equal)
 
 

@@ -2,7 +2,8 @@
 
 A server steps through an answer: it drafts n tokens, accepts the first m that are right, and goes on m + 1 tokens later. The steps
 are simulated, because a mean over tokens counts each token alike, and tokens that are hard to draft begin a step more often. The
-first token of an answer is chosen without drafts. A greedy server accepts a draft that is the token which the model chooses, so the
+first token of an answer is chosen without drafts, and a draft of its last one does not count: llama.cpp counts it, where it ends
+an answer, as not accepted. A greedy server accepts a draft that is the token which the model chooses, so the
 model's own answers are all that is needed. Intervals are over prompts.
 """
 
@@ -84,7 +85,7 @@ def spread_answers(answers: Sequence[DraftedAnswer]) -> list[DraftedAnswer]:
 
 
 class Step(NamedTuple):
-    """One step. offered: drafts that lie within the answer. tokens: of the answer that it gives."""
+    """One step. offered: drafts that count. tokens: of the answer that it gives."""
 
     offered: int
     accepted: int
@@ -97,10 +98,10 @@ def simulate(run: Sequence[int], drafts: int) -> list[Step]:
     at = 0
     while at < len(run) - 1:
         left = len(run) - 1 - at
-        offered = min(drafts, left)
-        accepted = min(run[at], offered)
-        tokens = min(accepted + 1, left)
-        steps.append(Step(offered, accepted, tokens))
+        right = min(run[at], drafts, left)
+        offered = min(drafts, left - 1)
+        tokens = min(right + 1, left)
+        steps.append(Step(offered, min(right, offered), tokens))
         at += tokens
     return steps
 

@@ -100,15 +100,15 @@ def read_steps(body: bytes) -> DraftedSteps:
 
 @dataclass(frozen=True)
 class PositionCounts:
-    """Per position from 1 on, the steps in which such a draft lay within the answer, and in which it was accepted.
+    """Per position from 1 on, the steps in which such a draft could count, and in which it was accepted.
 
-    by_answer: (tokens before, accepted drafts within the answer) of each step; [] where only counts are known.
+    by_answer: (tokens before, drafts that could count, accepted ones) of each step; [] where only counts are known.
     """
 
     steps: int
     offered: list[int]
     accepted: list[int]
-    by_answer: list[list[tuple[int, int]]] = field(default_factory=list)
+    by_answer: list[list[tuple[int, int, int]]] = field(default_factory=list)
 
     @property
     def shares(self) -> list[float]:
@@ -118,7 +118,7 @@ class PositionCounts:
 
 
 def count_positions(answers: Sequence[DraftedSteps]) -> PositionCounts:
-    """Return the counts of llama.cpp's answers. A draft after the end of an answer does not count."""
+    """Return the counts of llama.cpp's answers. A draft of an answer's last token, or after it, does not count."""
     all_steps = [step for answer in answers for step in answer.steps]
     drafts = max((step.drafted for step in all_steps), default=0)
     offered = [0] * drafts
@@ -127,8 +127,8 @@ def count_positions(answers: Sequence[DraftedSteps]) -> PositionCounts:
     for answer in answers:
         steps = []
         for step in answer.steps:
-            within = min(step.drafted, len(answer.tokens) - step.tokens_before)
-            steps.append((step.tokens_before, min(step.accepted, within)))
+            within = max(0, min(step.drafted, len(answer.tokens) - step.tokens_before - 1))
+            steps.append((step.tokens_before, within, min(step.accepted, within)))
             for k in range(within):
                 offered[k] += 1
                 accepted[k] += step.accepted > k

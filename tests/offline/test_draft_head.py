@@ -162,17 +162,17 @@ def test_shared_prefixes_do_not_change_which_drafts_are_right(home: Path, tmp_pa
 def test_steps_are_those_of_a_server_that_goes_on_after_the_first_wrong_draft() -> None:
     """Drafts 1 and 2 are right after the first token, then none, then one."""
     steps = simulate([2, 9, 9, 0, 1, 0, 0], 2)
-    assert [tuple(step) for step in steps] == [(2, 2, 3), (2, 0, 1), (2, 1, 2)]
+    assert [tuple(step) for step in steps] == [(2, 2, 3), (2, 0, 1), (1, 1, 2)]
     (row,) = predictions(["x"], [[2, 9, 9, 0, 1, 0, 0]], 2).values()
     two = row.of(2)
     assert two.tokens_per_step.value == 2
-    assert [share.value for share in two.accepted] == pytest.approx([2 / 3, 1 / 3])
+    assert [share.value for share in two.accepted] == pytest.approx([2 / 3, 1 / 2])
 
 
-def test_drafts_after_the_end_of_an_answer_do_not_count() -> None:
-    """All drafts are right: the last step of six tokens after the first has two left of three."""
+def test_drafts_of_the_last_token_and_after_it_do_not_count() -> None:
+    """All drafts are right: the last step of six tokens after the first has two left, of which the last one does not count."""
     steps = simulate([6, 5, 4, 3, 2, 1, 0], 3)
-    assert [tuple(step) for step in steps] == [(3, 3, 4), (2, 2, 2)]
+    assert [tuple(step) for step in steps] == [(3, 3, 4), (1, 1, 2)]
 
 
 @pytest.mark.parametrize(("fc", "share"), [("embedding", 1.0), ("hidden", 0.1), ("nothing", 0.1)])

@@ -304,7 +304,8 @@ class WorkEstimate:
         """Return the duration of the model's own answers where none is stored."""
         conversations = self.text.conversations
         rate = self.rates.float32_flop_s if self.in_float32 else self.rates.flop_s
-        reading = 2 * self.body * self.text.computed / (rate * FORWARD_SHARE)
+        # A given answer is scored first, and where another one is decoded, its prompt is read again.
+        reading = 2 * 2 * self.body * self.text.computed / (rate * FORWARD_SHARE)
         if self.rates.on_cpu:
             tokens = ANSWER_TOKENS * self.text.answers
             return reading + 2 * self.body * tokens / (rate * DECODE_SHARE)

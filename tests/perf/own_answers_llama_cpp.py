@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from annie_quant import checkpoint
@@ -65,8 +66,15 @@ def of_llama_cpp(
             ]
             timings = run(requests, slots, max_event_bytes=1 << 24, max_answer_bytes=1 << 24)
             seconds["answer"] = time.monotonic() - start
+            seconds["processor time of the server"] = processor_seconds()
     replies = [decode_json(http_reply(timings, i).body) for i in range(len(given))]
     return [[t for t in r["tokens"] if t not in template.end_tokens] for r in replies], seconds
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process's children, such as a server: on a busy machine elapsed time says little."""
+    children = psutil.Process().children(recursive=True)
+    return sum(sum(child.cpu_times()[:2]) for child in children)
 
 
 def main() -> None:
@@ -85,19 +93,27 @@ def main() -> None:
     for row in read_conversations(arguments.rows, arguments.n):
         given += answers_of_row(template, row)
     start = time.monotonic()
+    before = time.process_time()
     own = ours(arguments.model, template, given)
     our_seconds = time.monotonic() - start
+    our_processor = time.process_time() - before
     n_tokens = sum(map(len, own))
     prompt_tokens = sum(len(answer.prompt) for answer in given)
     n = len(given)
     print(f"{n} answers to {prompt_tokens:,} tokens of prompts; ours have {n_tokens:,} tokens")
-    print(f"ours: {our_seconds:.0f} s, {our_seconds / n:.2f} s per answer", flush=True)
+    print(
+        f"ours: {our_seconds:.0f} s, {our_seconds / n:.2f} s per answer, {our_processor:.0f} s of a processor",
+        flush=True,
+    )
     for slots in map(int, arguments.slots.split(",")):
         theirs, seconds = of_llama_cpp(arguments.model, template, given, arguments.threads, slots)
+        on_server = seconds.pop("processor time of the server")
         total = sum(seconds.values())
         same = sum(a == b for a, b in zip(own, theirs, strict=True))
         steps = ", ".join(f"{name} {s:.1f} s" for name, s in seconds.items())
+        processor = f"{on_server:.0f} s of a processor in the server"
         print(f"llama.cpp, {slots} slots: {total:.0f} s ({steps}), {total / n:.2f} s per answer")
+        print(f"  {processor}")
         print(f"  {our_seconds / total:.2f} times as fast; {same} of {n} answers equal", flush=True)
 
 

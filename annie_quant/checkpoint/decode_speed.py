@@ -29,6 +29,7 @@ import msgspec
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
+from annie_quant.checkpoint.prefill_rates import fastest_call_s, measure_prefill
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import AttentionShape, Caches, bytes_per_token, caches_of
 from annie_quant.core import host
@@ -196,6 +197,9 @@ def read_device(path: Path) -> Device:
     if not (0 < device.read_bytes_s < 1e15 and all(0 <= t < 1 for t in times)):
         message = f"{path}: read_bytes_s {device.read_bytes_s:g} and seconds {times} are no rates"
         raise UsageError(message, MEASURE)
+    if not all(0 < rate < 1e6 for rate in device.prefill_tflop_s.values()):
+        message = f"{path}: prefill_tflop_s {device.prefill_tflop_s} are no rates"
+        raise UsageError(message, MEASURE)
     gpu = gpu_name()
     if device.name != gpu:
         rates = f"{device.read_bytes_s / 1e9:.4g}:{device.layer_s * 1e6:.4g}"
@@ -212,7 +216,6 @@ TINY = (256, 256)
 # Kernels of a decoder layer: two norms, four to six products, rotary embedding, cache, attention,
 # gates (assumed).
 LAUNCHES = 16
-SECONDS = 3.0  # of each measurement
 
 
 def measure_device(path: Path | None = None, progress: Progress = SILENT) -> Device:
@@ -222,40 +225,34 @@ def measure_device(path: Path | None = None, progress: Progress = SILENT) -> Dev
     """
     name = gpu_name()
     if name is None:
-        message = "there is no GPU here, and a processor's speed is not predicted but measured"
+        message = (
+            "there is no GPU here, so neither bandwidth nor rates of prompts can be measured; "
+            "a processor's speed is not predicted but measured"
+        )
         raise EnvironmentFault(message, "annie-quant bench")
     progress.message(f"measuring {name}")
     read, copied, launch = measure_gpu()
+    progress.message("measuring the products of prompts")
+    prefill, missing = measure_prefill()
+    products = ", ".join(f"{kernel} {rate:.4g}" for kernel, rate in prefill.items())
+    not_measured = "".join(f"; {kernel} not measured: {why}" for kernel, why in missing.items())
     today = time.strftime("%Y-%m-%d")
     source = (
         f"doctor --measure, {today}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
-        f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
+        f"launch {launch * 1e6:.3g} us x {LAUNCHES}; prompts {products or 'none'} TFLOP/s{not_measured}"
     )
     known_devices = {device.name: device for device in DEVICES.values()}
     device = msgspec.structs.replace(
         known_devices.get(name) or Device(name=name, read_bytes_s=0),
         read_bytes_s=max(read, copied),
         layer_s=LAUNCHES * launch,
+        prefill_tflop_s=prefill,
         source=source,
     )
     path = path or device_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, device)
     return device
-
-
-def fastest_call_s(work: Callable[[], object], wait: Callable[[], object]) -> float:
-    """Return the seconds of the fastest call. wait: returns when the work has ended."""
-    end = time.monotonic() + SECONDS
-    least = math.inf
-    work()
-    wait()
-    while time.monotonic() < end:
-        start = time.perf_counter()
-        work()
-        wait()
-        least = min(least, time.perf_counter() - start)
-    return least
 
 
 def measure_gpu() -> tuple[float, float, float]:

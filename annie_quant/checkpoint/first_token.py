@@ -190,7 +190,8 @@ def _products_s(sizes: Sizes, tokens: float, prefix: str, rates: PrefillRates) -
             server = SERVERS[prefix.rpartition(".")[0]]
             message = f"no prefill rate is known for {name}{where} in {server} on {rates.device}"
             raise NoRate(message, "bench measures it")
-        seconds += 2 * weights * tokens / ((rate or min(known.values())) * 1e12)
+        slowest = min(known.values(), default=1.0)
+        seconds += 2 * weights * tokens / ((rate or slowest) * 1e12)
     return seconds
 
 
@@ -198,24 +199,39 @@ def _products_s(sizes: Sizes, tokens: float, prefix: str, rates: PrefillRates) -
 
 
 def rates_of(server: str, device: Device) -> PrefillRates:
-    """Return the rates of a server on a device.
+    """Return the rates of a server on a device. Raises NoRate where there are none.
 
-    A device file has the rates of products that it measured; the other constants are those of
-    the fit. Raises NoRate where there are none.
+    A device file has the rates of products that it measured. Attention is then scaled by the rate
+    of bf16, DeltaNet and norms by bandwidth, and a request's and a layer's time are those of the
+    fit: no server was measured there.
     """
     known = prefill()
     if server not in SERVERS:
         raise NoRate(f"no prefill rate is known for {server}", f"known: {', '.join(SERVERS)}")
     if device.prefill_tflop_s and server == "vllm":
-        fixed = {
-            n: c for n, c in known.constants.items() if ".linear." not in n and ".experts." not in n
-        }
-        measured = {f"vllm.linear.{kernel}": r for kernel, r in device.prefill_tflop_s.items()}
-        return PrefillRates(device.name, device.read_bytes_s, fixed | measured)
+        return PrefillRates(device.name, device.read_bytes_s, _scaled(known.constants, device))
     if device.name != known.device:
         hint = f"--device gb10 has one, or {decode_speed.MEASURE}"
         raise NoRate(f"no prefill rate is known for {device.name}", hint)
     return PrefillRates("a GB10", BANDWIDTH, known.constants, known.error_90)
+
+
+def _scaled(constants: Mapping[str, float], device: Device) -> dict[str, float]:
+    """Return a device's constants from the rates of products that it measured, and from the fit."""
+    measured = device.prefill_tflop_s
+    products = measured.get("bf16", 0.0) / constants["vllm.linear.bf16"] or 1.0
+    reads = device.read_bytes_s / BANDWIDTH
+    scaled = {}
+    for name, value in constants.items():
+        if ".linear." in name or (".experts." in name and not name.endswith("spread")):
+            continue
+        if ".attention." in name:
+            scaled[name] = value * products
+        elif name.endswith(("deltanet_ns", "norms_ps")):
+            scaled[name] = value / reads
+        else:
+            scaled[name] = value
+    return scaled | {f"vllm.linear.{kernel}": rate for kernel, rate in measured.items()}
 
 
 def predict(work: PromptWork, server: str, device: Device, prompt: Prompt) -> PredictedFirstToken:

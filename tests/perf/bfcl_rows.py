@@ -5,7 +5,8 @@
     python tests/perf/bfcl_rows.py rows.jsonl --declines      # and the prompts that no tool fits
 
 Every row has one user's prompt, its tools, and the call with the first accepted value of each argument; an argument whose first
-value is "" is left out. With --declines the prompts of live_irrelevance follow, answered by a refusal. The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
+value is "" is left out. With --declines the prompts of live_irrelevance follow, answered by a refusal.
+The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
 """
 
 from __future__ import annotations

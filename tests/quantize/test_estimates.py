@@ -75,7 +75,10 @@ def test_a_27b_is_quantized_layer_by_layer_on_a_spark():
 
 
 def test_best_of_a_9b_takes_no_more_than_was_measured_with_learned_rounding():
-    """38.0 GB of a GPU and 6.7 GB of the host then (tests/perf/strategies.md). What stays: three copies of the hidden states. Tuning norms holds the model twice."""
+    """38.0 GB of a GPU and 6.7 GB of the host then (tests/perf/strategies.md). What stays: three copies of the hidden states.
+
+    Tuning norms holds the model twice.
+    """
     tokens = 512 * 2048
     peak = estimates.estimate("9b", "best", samples=512, tokens=2048).peak_bytes
     assert 3 * tokens * 4096 * 2 + 6.7e9 < peak < 46e9

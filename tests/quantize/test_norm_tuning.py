@@ -17,7 +17,7 @@ from annie_quant.models.formats import NVFP4, W4A16
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.plan import Export, QuantizationPlan, export
 from annie_quant.quantize.runner import copy_companions
-from annie_quant.quantize.strategy import Job, Method, StrategyOptions
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 torch = pytest.importorskip(
     "torch", reason="trials run on torch: pip install annie-quant[quantize]"

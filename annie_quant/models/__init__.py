@@ -28,6 +28,14 @@ from annie_quant.models.family import (
     short_name,
 )
 
+# Model types of published models whose decoder layers have no Family: model_type → models.
+NOT_COMPUTED = {
+    "qwen4_exp": "Qwen3.8-Flash-Next",
+    "qwen4_exp_text": "Qwen3.8-Flash-Next",
+    "gemma4": "Gemma 4",
+    "gemma4_text": "Gemma 4",
+}
+
 
 @functools.cache
 def families() -> tuple[Family, ...]:
@@ -44,6 +52,11 @@ def family_of(config: Mapping[str, object]) -> Family:
     for family in families():
         if kind in family.model_types:
             return family
+    if kind in NOT_COMPUTED:
+        raise CheckpointError(
+            f"config.json: model_type {kind!r} ({NOT_COMPUTED[str(kind)]}) is recognised, and its layers are not computed here",
+            "audit, compare and convert read its tensors; --strategy direct rounds its linears",
+        )
     known = ", ".join(t for f in families() for t in f.model_types)
     raise CheckpointError(
         f"config.json: model_type {str(kind)[:40]!r} is not a known family",

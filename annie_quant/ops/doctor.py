@@ -376,23 +376,16 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
 
 def gpu_capability(probe: Probe) -> str:
     """Return the first GPU's compute capability, as "12.1"; "" without a GPU."""
-    return first_gpu(probe).get("compute_cap", "")
-
-
-def first_gpu(probe: Probe) -> dict[str, str]:
-    """Return the GPU_FIELDS of the first GPU; none without a GPU."""
     answer = probe.run(*smi_command("gpu", GPU_FIELDS))
     rows = smi_rows(answer.text, GPU_FIELDS) if answer.code == 0 else []
-    return rows[0] if rows else {}
+    return rows[0]["compute_cap"] if rows else ""
 
 
 def check_versions(probe: Probe) -> list[CheckResult]:
     """Compare what is installed with the list of versions that have a known fault on this GPU."""
     installed = {row.package: probe.version(row.package) for row in known_faults.bad_versions()}
-    gpu = first_gpu(probe)
-    installed[known_faults.DRIVER] = gpu.get("driver_version")
     versions = [(name, version) for name, version in installed.items() if version]
-    return notes_on(known_faults.faults_of(versions, gpu.get("compute_cap", "")))
+    return notes_on(known_faults.faults_of(versions, gpu_capability(probe)))
 
 
 def notes_on(found: Iterable[tuple[str, known_faults.KnownBad]]) -> list[CheckResult]:

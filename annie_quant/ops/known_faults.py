@@ -44,9 +44,6 @@ def phase(log: str) -> str:
     return "starting"
 
 
-DRIVER = "driver"  # NVIDIA's, among the packages of known_bad_versions.json
-
-
 class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A fault of a package's versions from `first` to `last`, both included; "" for no limit.
 

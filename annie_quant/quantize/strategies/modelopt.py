@@ -30,7 +30,7 @@ from annie_quant.checkpoint.linears import HEAD, all_linears
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside
 from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError, need
 from annie_quant.core.progress import Progress
-from annie_quant.models import family_or_default
+from annie_quant.models import aliases, family_or_default
 from annie_quant.models.formats import E2M1_BITS, NVFP4_AWQ
 from annie_quant.quantize.formats import excluded
 from annie_quant.quantize.plan import QuantizationPlan
@@ -367,7 +367,7 @@ def exclusion_patterns(job: Job[ModeloptOptions]) -> list[str]:
     patterns = []
     for pattern in job.exclude:
         # transformers loads the text model of a multimodal checkpoint under shorter names.
-        for name in dict.fromkeys((pattern, pattern.replace("language_model.", ""))):
+        for name in aliases(pattern):
             is_wildcard = any(c in name for c in "*?[")
             patterns += [name] if is_wildcard else [name, f"*.{name}"]
     return patterns

@@ -61,6 +61,9 @@ def lint_folder(folder: Path) -> TemplateLint | None:
         return None
     if not isinstance(source, str):
         return None
+    # The folder may state them in a file that is not read here.
+    for name in ("bos_token", "eos_token"):
+        tokenizer.special_tokens_map.setdefault(name, "")
     row = row_of(source)
     lint = TemplateLint(row.family, row.form) if row is not None else TemplateLint()
     named = conversations()

@@ -9,7 +9,7 @@ model's own answers are all that is needed. Intervals are over prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ def right_drafts(
     return runs
 
 
-def spread_answers(answers: Sequence[DraftedAnswer]) -> list[DraftedAnswer]:
+def spread_answers(answers: Iterable[DraftedAnswer]) -> list[DraftedAnswer]:
     """Return at most MAX_DRAFTED_ANSWERS answers of two tokens or more per kind, evenly spread over them."""
     groups: dict[str, list[DraftedAnswer]] = {}
     for answer in answers:

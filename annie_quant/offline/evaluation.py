@@ -39,8 +39,9 @@ from annie_quant.judge.sampling import (
 from annie_quant.offline import ensemble, estimate
 from annie_quant.offline.answers import AnswerOutcome
 from annie_quant.offline.divergence import TokenLabels, token_labels
+from annie_quant.offline.draft_diagnosis import fault_of_checkpoint
 from annie_quant.offline.draft_head import has_head
-from annie_quant.offline.draft_prediction import predict_drafts
+from annie_quant.offline.draft_prediction import predict_drafts, spread_answers
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.hidden_states import DraftedAnswer
@@ -278,7 +279,11 @@ def measure_numerics(pair: ModelPair, baseline: Baseline, name: str) -> Measurem
         differences = ensemble.differences_of(base)
         outcomes = ensemble.member_answers(pair, pair.engine, answered, differences, name)
         own_answers = [Answered(o.request, o.completion) for o in outcomes]
-        drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, own_answers)
+        answers = drafted_answers(pair, own_answers)
+        drafts = drafts_of(pair, pair.engine, pair.job.checkpoint, answers)
+        if drafts:
+            fault = fault_of_checkpoint(pair.engine, ModelFolder(pair.job.checkpoint), answers)
+            baseline.notes.extend([f"MTP head: {fault}"] if fault else [])
     members: list[ensemble.MemberOutcomes[AnswerOutcome]] = []
     figures = None
     if pair.job.has_ensemble:
@@ -392,17 +397,22 @@ def reference_drafts(
     """Return what drafts of the bf16 reference's MTP head give on its own answers."""
     if not has_head(ModelFolder(pair.job.reference)):
         return {}
-    return drafts_of(pair, pair.reference.engine(), pair.job.reference, answered)
+    answers = drafted_answers(pair, answered)
+    return drafts_of(pair, pair.reference.engine(), pair.job.reference, answers)
+
+
+def drafted_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[DraftedAnswer]:
+    """Return a model's own answers in tokens, evenly spread over the workloads."""
+    return spread_answers(
+        DraftedAnswer(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
+        for r, completion in answered
+    )
 
 
 def drafts_of(
-    pair: ModelPair, engine: Engine, folder: Path, answered: Sequence[Answered]
+    pair: ModelPair, engine: Engine, folder: Path, answers: Sequence[DraftedAnswer]
 ) -> dict[str, documents.DraftPrediction]:
     """Return what drafts of a model's MTP head give by workload; empty without a head, or with one that the audit faults."""
-    answers = [
-        DraftedAnswer(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
-        for r, completion in answered
-    ]
     try:
         return predict_drafts(engine, ModelFolder(folder), answers)
     except CheckpointError as error:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import offline, quantize, runtime  # noqa: E402
 from annie_quant.checkpoint import ModelFolder  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.offline import draft_diagnosis  # noqa: E402
 from annie_quant.offline.draft_head import DraftHead, DraftInputs  # noqa: E402
 from annie_quant.offline.draft_prediction import (  # noqa: E402
     predict_drafts,
@@ -245,3 +246,22 @@ def test_the_evaluation_of_a_mixture_reports_acceptance(
         assert drafts["by_drafts"][0]["steps"] > 0
         assert drafts["by_drafts"][0]["accepted"][0]["value"] == 1
     assert bool(result.get("members")) == merged
+
+
+@pytest.mark.parametrize("fault", ["", "exchanged", "random"])
+def test_a_fault_of_a_checkpoints_own_head_is_named(home: Path, tmp_path: Path, fault: str) -> None:
+    """A head that reads the embedding is perfect in a bigram model; with its halves exchanged it reads the hidden state."""
+    head = {"": "embedding", "exchanged": "hidden", "random": "both"}[fault]
+    folder = with_head(home / "dense", tmp_path / "model", head, bigram=True)
+    model = offline.load(folder, dtype=torch.float32)
+    answers = []
+    for start in range(7, 57, 10):
+        answer: list[int] = []
+        for _ in range(8):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[start, start + 1, *answer]])).logits
+            answer.append(int(logits[0, -1].argmax()))
+        answers.append(DraftedAnswer("chains", [start, start + 1], answer))
+    cause = {"": "", "exchanged": draft_diagnosis.EXCHANGED, "random": draft_diagnosis.RANDOM}
+    named = draft_diagnosis.fault_of_checkpoint(Engine(model), ModelFolder(folder), answers)
+    assert named == cause[fault]

@@ -72,6 +72,7 @@ def test_an_option_is_converted_once_and_explains_itself() -> None:
     assert msgspec.structs.asdict(gptq.settings({"damping": "0.1"})) == {
         "damping": 0.1,
         "prompt": 0.1,
+        "norms": None,
         "activations": 4,
     }
     assert gptq.settings({"activations": "16"}) == gptq.settings({"activations": 16})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn import functional
@@ -93,8 +94,8 @@ def tune(
     best = {name: value.clone() for name, value in head.state_dict().items()}
     saved = work / "tuning.pt"
     if saved.is_file():
-        stored = torch.load(saved, map_location=engine.device, weights_only=False)
-        stage = stored["stage"]
+        stored = torch.load(saved, map_location=engine.device, weights_only=True)
+        stage = msgspec.json.decode(stored["stage"], type=_Stage)
         best = stored["best"]
         head.load_state_dict(stored["head"])
         optimizer.load_state_dict(stored["optimizer"])
@@ -135,7 +136,7 @@ def _save(
 ) -> None:
     part = path.with_suffix(".part")
     state = {
-        "stage": stage,
+        "stage": msgspec.json.encode(stage).decode(),
         "best": best,
         "head": head.state_dict(),
         "optimizer": optimizer.state_dict(),

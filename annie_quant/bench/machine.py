@@ -8,10 +8,14 @@ that such a process shows in each graph.
 The state of a run is the median of its samples. A span in which the median of WINDOW samples in a row is further from it than
 MIN_CHANGE, and than QUIET times the usual deviation of such medians, is another state; so is a limit that the driver does not
 report in most of the run. Requests in such spans are marked invalid and measured again.
+
+A GPU that is slow all the time is another matter: what its probe reads is compared with the healthy rate of its name, as `doctor`
+does, at the start and the end of the run and before each side's requests.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import statistics
@@ -29,6 +33,7 @@ from numpy.typing import NDArray
 
 from annie_quant import documents, nvfp4
 from annie_quant.bench.findings import finding
+from annie_quant.checkpoint.decode_speed import gpu_name, healthy_device, is_unhealthy
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.host import machine_state
 from annie_quant.core.resume import JsonLines, read_lines
@@ -101,6 +106,7 @@ class GpuProbe:
         native().graph_free(self._graph)
         self._graph = self._captured(self._products)
         self.name = f"NVFP4 product {GPU_SHAPE[0]} x {GPU_SHAPE[1]} on the GPU"
+        self.gpu = gpu_name() or ""
 
     def _captured(self, products: int) -> int:
         native().capture_begin(self._stream)
@@ -120,6 +126,11 @@ class GpuProbe:
         times = [native().graph_time(self._graph, self._stream) for _ in range(REPEATS)]
         return min(times) / self._products
 
+    def read_bytes_s(self, time_ms: float) -> float:
+        """Return how many bytes of codes and block scales per second a product of this time reads."""
+        rows, columns = GPU_SHAPE
+        return rows * columns * 9 / 16 / (time_ms / 1e3)
+
 
 SAMPLES_FILE = "machine.jsonl"
 EVERY_S = 2.0
@@ -129,12 +140,14 @@ MIN_CHANGE = 0.08
 QUIET = 5.0
 PROBE_BINS = 24  # for the interval of the probe's median: neighbouring samples are alike
 PASSES = 2  # how often marked requests are measured again
+EDGE_SAMPLES = 3  # at the start and at the end of a run
 
 
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of machine.jsonl.
 
     probe: what was timed. took_s: the time that the whole sample took.
+    gpu, read_bytes_s: name of the GPU and the rate of its probe; "" and None where the processor is probed.
     """
 
     time_unix_s: float
@@ -144,6 +157,8 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     clock_mhz: float | None = None
     temperature_c: float | None = None
     throttle: str | None = None
+    gpu: str = ""
+    read_bytes_s: float | None = None
 
 
 # ---- samples
@@ -179,6 +194,9 @@ class Monitor:
             probe=self._probe.name,
             probe_ms=probe_ms,
         )
+        if isinstance(self._probe, GpuProbe):
+            sample.gpu = self._probe.gpu
+            sample.read_bytes_s = self._probe.read_bytes_s(probe_ms)
         # After the probe: a processor that was idle has a low clock.
         sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
         end = time.monotonic()
@@ -283,6 +301,60 @@ def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineS
     )
 
 
+# ---- a slow GPU
+
+
+def gpu_health(
+    samples: Sequence[Sample], records: Iterable[RequestRecord]
+) -> tuple[str, list[str]]:
+    """Return (what the GPU reads compared with a healthy one, or why that is not checked; parts of the run in which it is slow)."""
+    probed = [s for s in samples if s.read_bytes_s]
+    if not probed:
+        return "not checked: no GPU was probed", []
+    gpu = probed[-1].gpu
+    healthy = healthy_device(gpu)
+    if healthy is None:
+        return f"not checked: healthy values of {gpu or 'this GPU'} are not known", []
+    rates = {}
+    slow_parts = []
+    for part, rows in _parts(probed, records).items():
+        rates[part] = statistics.median(s.read_bytes_s or 0.0 for s in rows)
+        clocks = [s.clock_mhz for s in rows if s.clock_mhz]
+        clock_mhz = statistics.median(clocks) if clocks else None
+        if is_unhealthy(healthy, rates[part], clock_mhz):
+            slow_parts.append(part)
+    lowest_gb_s = min(rates[part] for part in slow_parts or rates) / 1e9
+    clocks = [s.clock_mhz for s in probed if s.clock_mhz]
+    clock = f" at {min(clocks):.0f} MHz" if clocks and slow_parts else ""
+    speed = (
+        f"{gpu} reads {lowest_gb_s:,.0f} GB/s{clock}, {healthy.read_bytes_s / 1e9:,.0f} are healthy"
+    )
+    return speed, slow_parts
+
+
+def _parts(
+    samples: Sequence[Sample], records: Iterable[RequestRecord]
+) -> dict[str, Sequence[Sample]]:
+    """Return the samples of a run's start, of its end, and those before each side's requests."""
+    parts: dict[str, Sequence[Sample]] = {
+        "at the start": samples[:EDGE_SAMPLES],
+        "at the end": samples[-EDGE_SAMPLES:],
+    }
+    starts = [
+        (record.timings.started_unix_s, record.backend)
+        for record in records
+        if record.timings.started_unix_s is not None
+    ]
+    starts.sort()
+    before: dict[str, list[Sample]] = {}
+    for sample in samples:
+        index = bisect.bisect_left(starts, (sample.time_unix_s, ""))
+        if index < len(starts):
+            _, backend = starts[index]
+            before.setdefault(f"before requests to {backend}", []).append(sample)
+    return parts | before
+
+
 # ---- requests
 
 
@@ -314,6 +386,7 @@ def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> Ma
     bins = np.array_split(np.array(values), min(PROBE_BINS, len(values)))
     low, high = median_interval([float(np.median(part)) for part in bins])
     last = {r.id: r for r in records}
+    gpu_speed, slow_parts = gpu_health(samples, records)
     return MachineState(
         probe=samples[-1].probe,
         samples=len(samples),
@@ -323,12 +396,27 @@ def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> Ma
         spans=unsteady(samples),
         marked=sum(r.load.invalid is not None for r in records),
         left=sum(r.load.invalid is not None for r in last.values()),
+        gpu_speed=gpu_speed,
+        slow_parts=slow_parts,
     )
 
 
 def findings(state: MachineState | None, requests: int, backends: Sequence[str]) -> list[Confound]:
     """Return what the machine's state limits. requests: measured ones that count."""
-    if state is None or not state.marked:
+    if state is None:
+        return []
+    return [*_slow_gpu(state, backends), *_unsteady(state, requests, backends)]
+
+
+def _slow_gpu(state: MachineState, backends: Sequence[str]) -> list[Confound]:
+    if not state.slow_parts:
+        return []
+    parts = ", ".join(state.slow_parts)
+    return [finding("machine_slow", *backends, speed=state.gpu_speed, parts=parts)]
+
+
+def _unsteady(state: MachineState, requests: int, backends: Sequence[str]) -> list[Confound]:
+    if not state.marked:
         return []
     causes = "; ".join(dict.fromkeys(span.cause for span in state.spans))[:300]
     if state.left:

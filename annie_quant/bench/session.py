@@ -187,6 +187,7 @@ class Session:
                 self._visit(visit)
             except BudgetEnded:
                 return self._budget_ended(left[max(0, index - len(warmups)) :])
+        self.machine.sample()
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 

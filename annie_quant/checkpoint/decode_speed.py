@@ -54,6 +54,10 @@ DEVICES = {
     ),
 }
 MEASURE = "annie-quant doctor --measure"
+MIN_HEALTHY_SHARE = (
+    0.5  # of the read rate; faults that were reported are at 0.3 (products) and 0.67 (steps)
+)
+MIN_GB10_CLOCK_MHZ = 1200  # under load; 2,160 to 2,400 are usual, and 850 to 890 were reported
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,21 @@ def gpu_name() -> str | None:
     """Return the name of this machine's first GPU, or None."""
     gpus = host.gpus()
     return gpus[0]["name"] if gpus else None
+
+
+def healthy_device(gpu: str) -> Device | None:
+    """Return the healthy values of a GPU by its name; None where they are not known."""
+    return next((device for device in DEVICES.values() if device.name in gpu), None)
+
+
+def is_unhealthy(healthy: Device, read_bytes_s: float, clock_mhz: float | None) -> bool:
+    """Return whether a GPU is slow by what a fixed product reads, or by its clock.
+
+    A GB10 may stay in a slow state until its power is removed, which no driver reports (tonyd2wild/
+    DeepSeek-V4.1-Flash-vLLM-DGX-Spark#1: 94 ms per step instead of 63).
+    """
+    has_stuck_clock = healthy is DEVICES["gb10"] and 0 < (clock_mhz or 0) < MIN_GB10_CLOCK_MHZ
+    return read_bytes_s < MIN_HEALTHY_SHARE * healthy.read_bytes_s or has_stuck_clock
 
 
 def default_device() -> Device:

@@ -356,6 +356,8 @@ class MachineState(msgspec.Struct, kw_only=True):
     probe: the piece of work that is timed.
     probe_ms: its median; low, high: 95 % interval.
     marked: requests that were marked invalid; left: those of them without a valid repeat.
+    gpu_speed: what its GPU reads compared with a healthy one, or why that is not checked.
+    slow_parts: parts of the run in which the GPU was slow.
     """
 
     probe: ShortText
@@ -366,6 +368,8 @@ class MachineState(msgspec.Struct, kw_only=True):
     spans: list[MachineSpan] = []
     marked: Count = 0
     left: Count = 0
+    gpu_speed: str = "not checked"
+    slow_parts: list[str] = []
 
 
 class ModelRow(msgspec.Struct, kw_only=True):

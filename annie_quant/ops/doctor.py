@@ -68,10 +68,6 @@ class Output:
         return self.text.splitlines()[0] if self.text else ""
 
 
-MIN_HEALTHY_SHARE = (
-    0.5  # of the read rate; faults that were reported are at 0.3 (products) and 0.67 (steps)
-)
-MIN_GB10_CLOCK_MHZ = 1200  # under load; 2,160 to 2,400 are usual, and 850 to 890 were reported
 WHY_SLOW = "speeds that are measured now are not this machine's"
 
 
@@ -105,9 +101,8 @@ class Probe:
         timer = machine.new_probe(on_gpu=True)
         if not isinstance(timer, machine.GpuProbe):
             return None
-        rows, columns = machine.GPU_SHAPE
-        seconds = timer.time_ms() / 1e3
-        return rows * columns * 9 / 16 / seconds, host.machine_state()
+        read_bytes_s = timer.read_bytes_s(timer.time_ms())
+        return read_bytes_s, host.machine_state()
 
     def machine(self) -> str:
         return platform.machine()
@@ -538,12 +533,8 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
 
 
 def check_speed(probe: Probe) -> list[CheckResult]:
-    """Compare a fixed product, the clock and its limits with a healthy GPU's.
-
-    A GB10 may stay in a slow state until its power is removed, which no driver reports (tonyd2wild/
-    DeepSeek-V4.1-Flash-vLLM-DGX-Spark#1: 94 ms per step instead of 63).
-    """
-    from annie_quant.checkpoint.decode_speed import DEVICES
+    """Compare a fixed product, the clock and its limits with a healthy GPU's."""
+    from annie_quant.checkpoint.decode_speed import healthy_device, is_unhealthy
 
     gpu = probe.run(*smi_command("gpu", ["name"]))
     what = "clock, its limits and a fixed product"
@@ -557,12 +548,11 @@ def check_speed(probe: Probe) -> list[CheckResult]:
     message = f"a fixed product reads {read_bytes_s / 1e9:,.0f} GB/s{clock}"
     if limit:
         return [note("speed", f"{message}; the driver limits the clock: {limit}", WHY_SLOW)]
-    healthy = next((d for d in DEVICES.values() if d.name in gpu.first_line), None)
+    healthy = healthy_device(gpu.first_line)
     if healthy is None:
         return [note("speed", f"{message}; healthy values of {gpu.first_line} are not known")]
-    share = read_bytes_s / healthy.read_bytes_s
-    is_stuck = healthy is DEVICES["gb10"] and 0 < (clock_mhz or 0) < MIN_GB10_CLOCK_MHZ
-    if share < MIN_HEALTHY_SHARE or is_stuck:
+    if is_unhealthy(healthy, read_bytes_s, clock_mhz):
+        share = read_bytes_s / healthy.read_bytes_s
         message += f", {share:.0%} of a healthy {healthy.name}"
         return [note("speed", message, WHY_SLOW, "stop other programs; else remove the power")]
     return [ok("speed", message)]

@@ -377,6 +377,96 @@ def test_a_gpu_that_fails_meanwhile_does_not_end_the_run(monkeypatch, tmp_path):
     assert done.aggregates.machine.marked == 0, "another probe is not another state"
 
 
+# ---- a GPU that is slow all the time
+
+
+def recorded(rates_gb_s, gpu="NVIDIA GB10", clock_mhz=2400.0):
+    """Return recorded samples, two seconds apart; a rate of None is a probe of the processor."""
+    samples = []
+    for i, rate in enumerate(rates_gb_s):
+        sample = machine.Sample(time_unix_s=1000.0 + 2 * i, probe="p", probe_ms=1.0)
+        sample.clock_mhz = clock_mhz
+        if rate is not None:
+            sample.gpu = gpu
+            sample.read_bytes_s = rate * 1e9
+        samples.append(sample)
+    return samples
+
+
+def slow_findings(samples, sides="a"):
+    """Return the findings of a run whose requests go to these sides in turn, one after each sample."""
+    records = []
+    for i, (sample, side) in enumerate(zip(samples, itertools.cycle(sides), strict=False)):
+        record = row(side, 10.0, case=str(i))
+        record.timings.started_unix_s = sample.time_unix_s + 0.1
+        records.append(record)
+    state = machine.summarize(samples, records)
+    return state, machine.findings(state, len(records), sorted(set(sides)))
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts"),
+    [
+        (recorded([220] * 40), []),
+        (recorded([70] * 40), ["at the start", "at the end", "before requests to a"]),
+        (recorded([220] * 40, clock_mhz=890.0), ["at the start", "at the end", "before requests to a"]),
+        (recorded([70] * 5 + [220] * 35), ["at the start"]),
+        (recorded([220] * 35 + [70] * 5), ["at the end"]),
+        (recorded([220] * 20 + [70] + [220] * 19), []),
+        (recorded([220, 70, 220]), []),
+        (recorded([70]), ["at the start", "at the end", "before requests to a"]),
+        (recorded([1800] * 9, gpu="NVIDIA H200", clock_mhz=890.0), ["at the start", "at the end", "before requests to a"]),
+        (recorded([3600] * 9, gpu="NVIDIA H200", clock_mhz=890.0), []),
+    ],
+    ids=["healthy", "slow", "stuck clock", "before", "after", "one sample", "one of three", "short", "H200", "healthy H200"],
+)  # fmt: skip
+def test_a_slow_gpu_is_a_confound(samples, parts):
+    state, findings = slow_findings(samples)
+    assert state.slow_parts == parts
+    assert [f.code for f in findings] == (["machine_slow"] if parts else [])
+    assert all(f.severity == "confound" and f.backends == ["a"] for f in findings)
+
+
+def test_the_confound_names_rates_and_what_to_do():
+    _, (found,) = slow_findings(recorded([70] * 40, clock_mhz=2190.0))
+    assert "NVIDIA GB10 reads 70 GB/s at 2190 MHz, 232 are healthy" in found.message
+    assert "power it off" in found.message
+
+
+def test_a_gpu_that_is_slow_for_one_side_is_a_confound():
+    state, (found,) = slow_findings(recorded([220, 70] * 20 + [220, 220]), sides="ab")
+    assert state.slow_parts == ["before requests to b"]
+    assert found.backends == ["a", "b"] and "reads 70 GB/s" in found.message
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        (recorded([None] * 40, clock_mhz=800.0), "not checked: no GPU was probed"),
+        (recorded([1] * 40, gpu="NVIDIA T4"), "not checked: healthy values of NVIDIA T4"),
+        (recorded([1] * 40, gpu=""), "not checked: healthy values of this GPU"),
+    ],
+    ids=["no GPU", "another GPU", "no name"],
+)
+def test_without_a_healthy_value_the_speed_is_not_checked(samples, why):
+    state, findings = slow_findings(samples)
+    assert why in state.gpu_speed and findings == []
+
+
+@pytest.mark.parametrize(("ms", "is_slow"), [(0.03, True), (1e-5, False)])
+def test_a_run_on_a_slow_gpu_has_the_confound(monkeypatch, tmp_path, ms, is_slow):
+    """The product of 64 x 256 reads 9,216 bytes: 0.3 GB/s, or 922 GB/s."""
+    fake_gpu(monkeypatch, lambda: ms)
+    monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA GB10")
+    monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
+    with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
+        sides = [bench.Backend("a", server.url)]
+        done = bench.run(sides, [PROMPTS], tmp_path, warmup=0, runs=1, with_memory=False)
+    codes = {f.code for f in done.aggregates.confounds}
+    assert ("machine_slow" in codes) == is_slow
+    assert bench.aggregate(tmp_path).machine == done.aggregates.machine, "the same from the files"
+
+
 def test_the_gpu_of_this_machine_is_not_probed_for_a_server_elsewhere():
     assert (
         bench.Backend("a", "http://127.0.0.1:8000").is_local

@@ -1,6 +1,6 @@
 """Audit 20 faulty checkpoints of published sizes from afar: is the fault named, how long does it take, what is transferred?
 
-    python tests/perf/audit_afar.py
+    python tests/perf/audit_afar.py [PART OF A FAULT'S NAME]
 
 The checkpoints are sparse files with the tensors and settings of public releases (tests/helpers/published_models.py), each with
 one fault. A server on this machine speaks the Hub's API; what it sends is counted there. The sound releases are the control.
@@ -78,6 +78,15 @@ def plain_up(table: Table, config: dict) -> None:
 
 def add_token(folder: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<|late|>": 999_999}))
+
+
+def lose_results(folder: Path) -> None:
+    """Write a chat template that passes over the results of tools."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text()
+    shown = "(message.content|trim) + '\\n</tool_response>'"
+    assert template.count(shown) == 1
+    path.write_text(template.replace(shown, "'</tool_response>'"))
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
@@ -168,6 +177,13 @@ CASES: list[tuple[str, str, TableChange | None, FolderChange | None, str]] = [
         None,
         "kv_scale_missing",
     ),
+    (
+        NV27,
+        "results of tools lost in the chat template",
+        None,
+        lose_results,
+        "template_result_lost",
+    ),
 ]
 
 
@@ -178,8 +194,11 @@ def main() -> None:
         huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE = template
         print("| release, size | fault | findings | wall s | CPU s | MB sent | share |")
         print("|---|---|---|---|---|---|---|")
+        asked = " ".join(sys.argv[1:])
         sound = [(name, "none (control)", None, None, "") for name in published_models.RELEASES]
         for number, (release, fault, of_table, of_folder, code) in enumerate([*CASES, *sound]):
+            if asked not in fault:
+                continue
             table = dict(published_models.table(release))
             config = json.loads(json.dumps(published_models.config(release)))
             if of_table:
@@ -194,8 +213,9 @@ def main() -> None:
             wall, cpu = time.perf_counter(), time.process_time()
             audit = aq.checkpoint.audit(f"hf:{name}")
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            codes = sorted({finding.code for finding in audit.findings})
-            assert code in codes if code else not codes, (release, fault, code, audit.findings[:3])
+            faults = [*audit.findings, *(audit.template.faults if audit.template else ())]
+            codes = sorted({finding.code for finding in faults})
+            assert code in codes if code else not codes, (release, fault, code, faults[:3])
             assert not set(codes) & OF_VALUES, codes
             sent = sum(hub.sent.values())
             print(

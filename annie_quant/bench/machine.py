@@ -316,6 +316,7 @@ def gpu_health(
     if healthy is None:
         return f"not checked: healthy values of {gpu or 'this GPU'} are not known", []
     rates = {}
+    slow_clocks = []
     slow_parts = []
     for part, rows in _parts(probed, records).items():
         rates[part] = statistics.median(s.read_bytes_s or 0.0 for s in rows)
@@ -323,9 +324,9 @@ def gpu_health(
         clock_mhz = statistics.median(clocks) if clocks else None
         if is_unhealthy(healthy, rates[part], clock_mhz):
             slow_parts.append(part)
+            slow_clocks += clocks
     lowest_gb_s = min(rates[part] for part in slow_parts or rates) / 1e9
-    clocks = [s.clock_mhz for s in probed if s.clock_mhz]
-    clock = f" at {min(clocks):.0f} MHz" if clocks and slow_parts else ""
+    clock = f" at {min(slow_clocks):.0f} MHz" if slow_clocks else ""
     speed = (
         f"{gpu} reads {lowest_gb_s:,.0f} GB/s{clock}, {healthy.read_bytes_s / 1e9:,.0f} are healthy"
     )

@@ -52,9 +52,9 @@ def family_of(config: Mapping[str, object]) -> Family:
     for family in families():
         if kind in family.model_types:
             return family
-    if kind in NOT_COMPUTED:
+    if isinstance(kind, str) and kind in NOT_COMPUTED:
         raise CheckpointError(
-            f"config.json: model_type {kind!r} ({NOT_COMPUTED[str(kind)]}) is recognised, and its layers are not computed here",
+            f"config.json: model_type {kind!r} ({NOT_COMPUTED[kind]}) is recognised, and its layers are not computed here",
             "audit, compare and convert read its tensors; --strategy direct rounds its linears",
         )
     known = ", ".join(t for f in families() for t in f.model_types)

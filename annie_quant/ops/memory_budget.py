@@ -1,9 +1,9 @@
 """The memory that a server will need, before it starts, and what a machine can give it.
 
 It is counted where model and caches are in the system's memory: on a processor, and on a GPU that shares it (DGX Spark). There a
-server that takes too much does not fail: the machine freezes (vllm-project/vllm#46307: with 7 of 119 GiB available).
+server that takes too much does not fail: the machine freezes (vllm-project/vllm#46307: with 7.5 of 128 GB available).
 
-GRAPHS_BYTES and RUNTIME_BYTES are estimates: CUDA graphs of 1.7 GiB were reported for a 27B, and contexts, libraries and
+GRAPHS_BYTES and RUNTIME_BYTES are estimates: CUDA graphs of 1.8 GB were reported for a 27B, and contexts, libraries and
 activations differ by server. Nothing of this was measured on a Spark. vLLM's --gpu-memory-utilization is no upper bound while it
 profiles, which is what the guard (supervisor.py) is for.
 """
@@ -176,6 +176,8 @@ def remedies(need: MemoryNeed, memory: host.Memory, budget: int) -> list[str]:
     changes = []
     reserved = need.reserved_share * memory.total_bytes
     share = max(0, int(100 * budget / memory.total_bytes)) / 100
+    if reserved > budget and not share:
+        return _others(need, budget)
     with_share = f" --memory-share {share:.2f}" if reserved > budget else ""
     if reserved > budget >= need.used_bytes:
         return [f"add{with_share}", *_others(need, budget)]

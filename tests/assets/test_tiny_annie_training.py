@@ -142,7 +142,7 @@ def test_draft_head_equals_the_packages(reference, tmp_path):
     from safetensors.torch import save_file
 
     from annie_quant.checkpoint import ModelFolder
-    from annie_quant.offline.decoding import DraftHead
+    from annie_quant.offline.draft_head import DraftHead, DraftInputs
 
     w = weights(reference)
     head = {k: v + 0.02 * torch.randn_like(v) for k, v in initial_head(Shape(), w, 0).items()}
@@ -150,7 +150,9 @@ def test_draft_head_equals_the_packages(reference, tmp_path):
     (tmp_path / "config.json").write_text(reference.config.to_json_string())
     ids = torch.randint(0, 1500, (1, 64))
     hidden = reference.model(ids).last_hidden_state
-    expected = DraftHead(ModelFolder(tmp_path), reference)(hidden[0, :-1], ids[0, 1:])
+    inputs = DraftInputs(hidden[:, :-1], ids[:, 1:], 0)
+    (drafted,) = DraftHead(ModelFolder(tmp_path), reference)(inputs, 1)
+    expected = reference.lm_head(drafted)[0]
     states = draft_states(Shape(), w, head, hidden, ids)
     assert torch.allclose((states @ w["lm_head.weight"].t())[0], expected, atol=1e-4)
 

@@ -329,3 +329,22 @@ def test_any_template_is_linted(
     folder = tmp_path_factory.mktemp("template")
     result = lint(folder, "\n".join(lines))
     assert all(0 < (fault.line or 1) <= len(lines) + 1 for fault in result.faults)
+
+
+@pytest.mark.parametrize(
+    ("line", "faulty", "code"),
+    [
+        (SECOND, "{%- for call in [] %}", "template_call_lost"),
+        (SECOND, refusing("message.tool_calls", SECOND), "template_call_refused"),
+        ("{%- endmacro -%}", "", "template_unusable"),
+        (ROLE, "{{ raise_exception('never') }}", "template_unusable"),
+    ],
+)
+def test_what_makes_a_template_useless_for_calls_is_named(
+    line: str, faulty: str, code: str, tmp_path: Path
+) -> None:
+    assert line in SOUND_JSON
+    (tmp_path / "chat_template.jinja").write_text(SOUND_JSON.replace(line, faulty))
+    lint = lint_folder(tmp_path)
+    assert lint is not None
+    assert code in {fault.code for fault in lint.faults}

@@ -70,9 +70,11 @@ def evaluate_here(patch: pytest.MonkeyPatch) -> None:
     """Compute all evaluations but that of `best` in this process, which has imported torch: another one needs seconds for that."""
     spawn = stages.server.spawn
 
-    def spawn_others(command: list[str], log: Path, name: str, *rest: object) -> object:
+    def spawn_others(
+        command: list[str], log: Path, name: str, *rest: object, **options: object
+    ) -> object:
         if name not in ("bf16-answers", "eval-naive"):
-            return spawn(command, log, name, *rest)
+            return spawn(command, log, name, *rest, **options)
         job = msgspec.json.decode(command[-1], type=stages.ProcessJob)
         log.parent.mkdir(exist_ok=True)
         with log.open("w") as file, contextlib.redirect_stdout(file):

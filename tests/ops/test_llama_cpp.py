@@ -330,7 +330,7 @@ def test_a_small_model_gets_one_thread_by_default(tmp_path, monkeypatch, size, t
         out.truncate(size)
     started = []
 
-    def spawn(command, *_):
+    def spawn(command, *_, **options):
         started.append(json.loads(command[-1]))
         raise ServerError("not started in this test")
 

@@ -85,7 +85,7 @@ def swapped(tensors: dict[str, Any]) -> None:
 def test_the_right_file_passes(right: Path, tmp_path: Path) -> None:
     found = checked(changed(right, tmp_path / "same", lambda tensors: None), right)
     assert {c: f.level for c, f in found.items()} == {
-        "tensors": "ok", "formats": "ok", "served arithmetic": "note", "drafts": "note"
+        "tensors": "ok", "formats": "ok", "served arithmetic": "note", "drafts": "note", "template": "ok"
     }  # fmt: skip
     assert (
         "llama.cpp-cpu" in found["served arithmetic"].message

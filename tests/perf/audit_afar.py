@@ -8,6 +8,7 @@ one fault. A server on this machine speaks the Hub's API; what it sends is count
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -188,13 +189,17 @@ CASES: list[tuple[str, str, TableChange | None, FolderChange | None, str]] = [
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("fault", nargs="*", help="part of a fault's name; default: all rows")
+    asked = " ".join(parser.parse_args().fault)
     with tempfile.TemporaryDirectory() as home, FolderHub() as hub:
         template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         huggingface_hub.constants.ENDPOINT = hub.url
         huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE = template
         print("| release, size | fault | findings | wall s | CPU s | MB sent | share |")
         print("|---|---|---|---|---|---|---|")
-        asked = " ".join(sys.argv[1:])
         sound = [(name, "none (control)", None, None, "") for name in published_models.RELEASES]
         for number, (release, fault, of_table, of_folder, code) in enumerate([*CASES, *sound]):
             if asked not in fault:

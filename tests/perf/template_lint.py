@@ -6,7 +6,7 @@ python tests/perf/template_lint.py trl/trl/chat_templates
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -19,9 +19,14 @@ def codes(rows: list) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="with *.jinja files")
+    arguments = parser.parse_args()
     count = 0
     print("| template | family | faults (line) | limits (line) |\n|---|---|---|---|")
-    for path in sorted(Path(sys.argv[1]).glob("*.jinja")):
+    for path in sorted(arguments.folder.glob("*.jinja")):
         if path.stem.endswith("_training"):
             continue
         with tempfile.TemporaryDirectory() as folder:

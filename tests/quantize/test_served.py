@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict] = {
     "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0},
     "awq_lite": {"exclude": ALL_BUT_LAST},
     "best": {"exclude": ALL_BUT_LAST},
+    "modelopt": {"config": "NVFP4_DEFAULT_CFG"},
 }
 
 

@@ -14,7 +14,7 @@ from annie_quant.bench.backend import Backend
 from annie_quant.core import host
 from annie_quant.documents import MemoryFigures, MemoryLevels
 
-SAMPLE_S = 0.02
+_SAMPLE_S = 0.02
 RUN_SAMPLE_S = 1.0  # while the benchmark sends its requests
 GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
@@ -48,7 +48,7 @@ def sample(pid: int) -> MemoryFigures:
 class PeakMemory:
     """Samples in a thread while the block runs; `highest` holds each figure's peak."""
 
-    def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
+    def __init__(self, pid: int, every_s: float = _SAMPLE_S) -> None:
         self.pid = pid
         self.every_s = every_s
         self.highest = sample(pid)

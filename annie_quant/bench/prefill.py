@@ -21,7 +21,7 @@ from annie_quant.judge.statistics import median_interval
 # Up to one block of vLLM's cache, or this share of the prompt, is the beginning of the template.
 COLD_TOKENS = 16
 COLD_SHARE = 0.05
-MIN_PROMPTS = 5  # of a line
+_MIN_PROMPTS = 5  # of a line
 MIN_SPAN_TOKENS = 512  # between its shortest and longest prompt
 PER_TOKENS = 1000  # of a slope
 MIN_COLD_LENGTH = 128  # tokens; below, the time is not that of products
@@ -141,7 +141,7 @@ def _line(state: CacheState, records: Sequence[RequestRecord]) -> PrefillLine:
         most_tokens=round(max(x)),
         points=_points(x, y),
     )
-    if len(x) >= MIN_PROMPTS and max(x) - min(x) >= MIN_SPAN_TOKENS:
+    if len(x) >= _MIN_PROMPTS and max(x) - min(x) >= MIN_SPAN_TOKENS:
         from scipy.stats import theilslopes
 
         fit = theilslopes(y, x)

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 MAX_PROMPT_TOKENS = 1 << 20
 _MAX_ANSWER_TOKENS = 1 << 17
 MAX_LINE_BYTES = 1 << 28
-ANSWER_TOKENS = 256  # of a recorded length that is 0
+_ANSWER_TOKENS = 256  # of a recorded length that is 0
 
 # ---- conversations
 
@@ -182,7 +182,9 @@ def _lengths_trace(spans: Sequence[tuple[float, int, int]]) -> Workload:
             arrival_s=time_s - start_s,
         )
         cases.append(case)
-    workload = _workload("trace", "Requests of a trace: lengths and arrivals", cases, ANSWER_TOKENS)
+    workload = _workload(
+        "trace", "Requests of a trace: lengths and arrivals", cases, _ANSWER_TOKENS
+    )
     return dataclasses.replace(
         workload,
         gates=("non_empty",),

@@ -32,11 +32,11 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.documents import Device, PredictedFirstToken, decode
 
-PROMPT_TOKENS = 2048
+_PROMPT_TOKENS = 2048
 BANDWIDTH = decode_speed.DEVICES["gb10"].read_bytes_s
 # Tokens of a prompt that a server computes at once, by its defaults.
 CHUNK_TOKENS = {"vllm": 8192, "sglang": 8192, "trtllm": 8192, "llama-bench": 2048, "llama.cpp": 512}
-LLAMA_CPP = ("llama.cpp", "llama-bench")
+_LLAMA_CPP = ("llama.cpp", "llama-bench")
 SERVERS = {"vllm": "vLLM", "llama.cpp": "llama.cpp"}  # of which the rates are known
 # A format with a smaller share of the FLOPs may have no rate; the slowest known one counts then.
 SMALL_SHARE = 0.01
@@ -87,7 +87,7 @@ class Prompt:
         if folder is not None:
             settings = read_struct(AttentionShape, folder.text_config)
             context = settings.max_position_embeddings
-        tokens = self.tokens or min(PROMPT_TOKENS, context or PROMPT_TOKENS)
+        tokens = self.tokens or min(_PROMPT_TOKENS, context or _PROMPT_TOKENS)
         if folder is not None and context and tokens > context:
             message = (
                 f"{folder.path.name}: its context is {context:,}, not {tokens:,} prompt tokens"
@@ -145,7 +145,7 @@ def prompt_time(
     """Return the time to the first token in parts. tokens: computed, of `prompts` equal prompts."""
     shape = work.shape
     constants = rates.constants
-    source = "llama.cpp" if server in LLAMA_CPP else "vllm"
+    source = "llama.cpp" if server in _LLAMA_CPP else "vllm"
     chunks = math.ceil(tokens / CHUNK_TOKENS[server])
     reads = chunks * sum(size for _, size in work.linears.values())
     products_s = _products_s(work.linears, tokens, f"{source}.linear", rates)

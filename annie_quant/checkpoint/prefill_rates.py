@@ -16,9 +16,9 @@ from annie_quant.core.errors import AnnieError, need
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS = 2048
-SHAPE = (12288, 4096)  # a 9B's gate and up projections, one of them
-GROUP = 16
+_TOKENS = 2048
+_SHAPE = (12288, 4096)  # a 9B's gate and up projections, one of them
+_GROUP = 16
 SECONDS = 3.0  # of each measurement
 FAILURES = (AnnieError, RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError)
 
@@ -48,19 +48,19 @@ def measure_prefill() -> tuple[dict[str, float], dict[str, str]]:
         except FAILURES as error:
             missing[kernel] = str(error).partition("\n")[0][:120] or type(error).__name__
         else:
-            rates[kernel] = round(2 * SHAPE[0] * SHAPE[1] * TOKENS / seconds / 1e12, 3)
+            rates[kernel] = round(2 * _SHAPE[0] * _SHAPE[1] * _TOKENS / seconds / 1e12, 3)
     return rates, missing
 
 
 def _inputs() -> Tensor:
     torch = need("torch", "quantize")
-    return torch.randn(TOKENS, SHAPE[1], dtype=torch.bfloat16, device="cuda")
+    return torch.randn(_TOKENS, _SHAPE[1], dtype=torch.bfloat16, device="cuda")
 
 
 def _bf16() -> Callable[[], object]:
     torch = need("torch", "quantize")
     x = _inputs()
-    weight = torch.randn(*SHAPE, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(*_SHAPE, dtype=torch.bfloat16, device="cuda")
     return lambda: x @ weight.t()
 
 
@@ -69,8 +69,8 @@ def _fp8() -> Callable[[], object]:
     torch = need("torch", "quantize")
     x = _inputs()
     kind = torch.float8_e4m3fn
-    weight = torch.randn(*SHAPE, device="cuda").to(kind).t()
-    rows = torch.ones(1, SHAPE[0], device="cuda")
+    weight = torch.randn(*_SHAPE, device="cuda").to(kind).t()
+    rows = torch.ones(1, _SHAPE[0], device="cuda")
 
     def product() -> Tensor:
         scales = x.abs().amax(-1, keepdim=True).float() / 448
@@ -85,7 +85,7 @@ def _w4a16() -> Callable[[], object]:
     from annie_quant.gemm.oracle import random_weight
     from annie_quant.gemm.torch_op import prepare, product
 
-    codes, scales = (torch.from_numpy(array).cuda() for array in random_weight(*SHAPE, 0))
+    codes, scales = (torch.from_numpy(array).cuda() for array in random_weight(*_SHAPE, 0))
     packed = prepare(codes, scales.view(torch.float8_e4m3fn), 0.01)
     x = _inputs()
     return lambda: product(x, packed.packed, packed.tensor_scale, packed.n)
@@ -100,12 +100,12 @@ def _w4a4() -> Callable[[], object]:
     kind = torch.float4_e2m1fn_x2
 
     def operand(rows: int) -> tuple[Tensor, Tensor]:
-        codes = torch.randint(0, 256, (rows, SHAPE[1] // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.ones(rows * SHAPE[1] // GROUP, device="cuda").to(torch.float8_e4m3fn)
+        codes = torch.randint(0, 256, (rows, _SHAPE[1] // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.ones(rows * _SHAPE[1] // _GROUP, device="cuda").to(torch.float8_e4m3fn)
         return codes.view(kind), scales
 
-    x, x_scales = operand(TOKENS)
-    weight, scales = operand(SHAPE[0])
+    x, x_scales = operand(_TOKENS)
+    weight, scales = operand(_SHAPE[0])
     return lambda: torch._scaled_mm(x, weight.t(), x_scales, scales, out_dtype=torch.bfloat16)
 
 

@@ -41,7 +41,7 @@ from annie_quant.documents import RemoteRead
 if TYPE_CHECKING:
     import httpx
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 HUB_SCHEME = "hf:"
 WEB_SCHEMES = ("http://", "https://")
 FIRST_BYTES = (
@@ -52,7 +52,7 @@ MAX_SMALL_BYTES = 4_000_000  # of a file that no check needs; the vocabulary and
 MAX_FILES = 10_000
 MAX_LISTING_BYTES = 1_000_000
 READERS = 8  # files that are read at once
-TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0
 ATTEMPTS = 5
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 20.0
@@ -165,7 +165,7 @@ def _hub_files(name: str, revision: str | None) -> RemoteFiles:
     build_headers = need("huggingface_hub.utils", "publish").build_hf_headers
     api = hub.HfApi()
     info = _retried(
-        lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+        lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     )
     sizes: dict[str, int | None] = {}
     subfolders = set()
@@ -255,7 +255,7 @@ class _Links(HTMLParser):
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Bytes of a file.
 
     total: size of the file.
@@ -275,19 +275,19 @@ class Client:
         self.received_bytes = 0
         self._lock = threading.Lock()
 
-    def part(self, url: str, begin: int, count: int) -> Part:
+    def part(self, url: str, begin: int, count: int) -> _Part:
         """Return up to `count` bytes of a file from `begin` on."""
         return _retried(lambda: self._part(url, begin, count))
 
-    def _part(self, url: str, begin: int, count: int) -> Part:
+    def _part(self, url: str, begin: int, count: int) -> _Part:
         hub = need("huggingface_hub.utils", "publish")
         headers = {**self.headers, "Range": f"bytes={begin}-{begin + count - 1}"}
         with hub.get_session().stream(
-            "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
+            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
         ) as response:
             content = bytearray()
             if response.status_code == 416:  # an empty file has no range
-                return Part(b"", 0, "")
+                return _Part(b"", 0, "")
             try:
                 hub.hf_raise_for_status(response)
                 skipped = begin if response.status_code == 200 else 0  # 200: ranges are ignored
@@ -298,13 +298,13 @@ class Client:
             finally:
                 with self._lock:
                     self.received_bytes += response.num_bytes_downloaded
-            return Part(
+            return _Part(
                 bytes(content[skipped : skipped + count]),
                 _total_size(response),
                 response.headers.get("etag") or response.headers.get("last-modified", ""),
             )
 
-    def needed(self, url: str, length_of: Callable[[Part], int]) -> Part:
+    def needed(self, url: str, length_of: Callable[[_Part], int]) -> _Part:
         """Return as many of a file's first bytes as its beginning shows to be needed.
 
         length_of: returns the number of bytes, from the first FIRST_BYTES.
@@ -312,19 +312,19 @@ class Client:
         first = self.part(url, 0, FIRST_BYTES)
         length = length_of(first)
         if length <= len(first.content):
-            return Part(first.content[:length], first.total, first.version)
+            return _Part(first.content[:length], first.total, first.version)
         rest = self.part(url, len(first.content), length - len(first.content))
         content = first.content + rest.content
         if (rest.total, rest.version) != (first.total, first.version) or len(content) < length:
             raise _changed(url)
-        return Part(content, first.total, first.version)
+        return _Part(content, first.total, first.version)
 
     def whole(self, url: str, limit: int) -> bytes | None:
         """Return a file, or None where there is none or it has more than `limit` bytes."""
         part = self.if_present(url, lambda first: first.total if first.total <= limit else 0)
         return part.content if part and part.total <= limit else None
 
-    def if_present(self, url: str, length_of: Callable[[Part], int]) -> Part | None:
+    def if_present(self, url: str, length_of: Callable[[_Part], int]) -> _Part | None:
         """Return `needed`, or None where the server has no such file."""
         try:
             return self.needed(url, length_of)
@@ -378,7 +378,7 @@ def _fetch_file(files: RemoteFiles, name: str, folder: Path) -> int:
     """Store what is needed of one file, with a hole for the rest. Return the file's size."""
     listed = files.sizes[name]
     if not name.endswith((*READ_ENDS, ".safetensors")) or name in NOT_READ:
-        part: Part | None = Part(b"", listed or 0, "")
+        part: _Part | None = _Part(b"", listed or 0, "")
     else:
         part = files.client.if_present(files.url_of(name), lambda first: _length(name, first))
     if part is None and files.is_listed:
@@ -397,7 +397,7 @@ def _fetch_file(files: RemoteFiles, name: str, folder: Path) -> int:
     return part.total
 
 
-def _length(name: str, first: Part) -> int:
+def _length(name: str, first: _Part) -> int:
     """Return how many bytes of a file are needed: a header, a whole small file, or none."""
     if not name.endswith(".safetensors"):
         limit = MAX_JSON_BYTES if name in (TOKENIZER, INDEX) else MAX_SMALL_BYTES
@@ -409,7 +409,7 @@ def _length(name: str, first: Part) -> int:
 # ---- what goes wrong
 
 
-def _retried(call: Callable[[], Result]) -> Result:
+def _retried(call: Callable[[], _Result]) -> _Result:
     """Return what `call` returns; call again where the server or the network fails for a moment."""
     httpx = need("httpx", "publish")
     errors = need("huggingface_hub.errors", "publish")

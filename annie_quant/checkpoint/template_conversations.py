@@ -27,16 +27,16 @@ TOOLS: list[JsonObject] = [
         },
     }
 ]
-SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
+_SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
 QUESTION: JsonObject = {"role": "user", "content": "Is it raining in Oslo?"}
 NEXT_QUESTION: JsonObject = {"role": "user", "content": "And tomorrow?"}
 ANSWER: JsonObject = {"role": "assistant", "content": "It rains in Oslo."}
-START = [SYSTEM, QUESTION]
+START = [_SYSTEM, QUESTION]
 # Nine characters: Mistral's templates refuse other ids, which is one of the checks.
 IDS = ("abcdefg01", "abcdefg02")
 OPENAI_ID = "call_0123456789abcdef01234567"
 TEXT_WITH_CALL = "I look that up."
-THOUGHT = "The user asks about Oslo."
+_THOUGHT = "The user asks about Oslo."
 RESULTS = ("RESULT-ONE", "RESULT-TWO")
 LATER_SYSTEM = "LATER-SYSTEM-MESSAGE"
 DEVELOPER = "DEVELOPER-MESSAGE"
@@ -81,8 +81,8 @@ def conversations() -> dict[str, JsonObject]:
     call = _call(PLAIN_ARGUMENTS)
     second = _call({"city": "Rome", "days": 1}, IDS[1])
     one_result = [*START, _calling(call), _result(RESULTS[0])]
-    thinking_call = _calling(call, reasoning_content=THOUGHT)
-    thinking_answer = {**ANSWER, "reasoning_content": THOUGHT}
+    thinking_call = _calling(call, reasoning_content=_THOUGHT)
+    thinking_answer = {**ANSWER, "reasoning_content": _THOUGHT}
     messages: dict[str, list[JsonObject]] = {
         "start": START,
         "answer": [*START, ANSWER],
@@ -114,7 +114,7 @@ def conversations() -> dict[str, JsonObject]:
             NEXT_QUESTION,
         ],
         "developer": [{"role": "developer", "content": DEVELOPER}, QUESTION],
-        "no question": [SYSTEM],
+        "no question": [_SYSTEM],
         "after_answer": [*START, thinking_answer, NEXT_QUESTION],
         "after_call": [*START, thinking_call, _result(RESULTS[0])],
         "after_result": [

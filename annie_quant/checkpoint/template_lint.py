@@ -114,7 +114,7 @@ _SHOWN_FORMS: dict[CallForm, re.Pattern[str]] = {
 }
 _TEXT_FORMS = ("qwen_xml", "glm_xml")  # whose values have no quotes
 MAX_REASON = 160  # characters
-MAX_MESSAGE = 400
+_MAX_MESSAGE = 400
 
 
 def _same(value: object, expected: object) -> bool:
@@ -235,10 +235,10 @@ class Checker:
         return self._line(name, max(offset, self._turn_start(name)))
 
     def fault(self, code: str, message: str, line: int) -> Found:
-        return FAULT, TemplateFault(code, printable(message, MAX_MESSAGE), line or None)
+        return FAULT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
 
     def limit(self, code: str, message: str, line: int) -> Found:
-        return LIMIT, TemplateFault(code, printable(message, MAX_MESSAGE), line or None)
+        return LIMIT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
 
     def refusal(self, name: str, what: str) -> tuple[str, int]:
         """Return the message for a conversation that the template refuses, and the line of its error."""

@@ -23,7 +23,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 
 FILE_OR_STDIN = Parameter(allow_leading_hyphen=True)  # - is stdin
-N_CONVERSATIONS = 500
+_N_CONVERSATIONS = 500
 EXISTING = Parameter(validator=validators.Path(exists=True))
 MaskPersonal = Annotated[
     bool,
@@ -97,7 +97,7 @@ def data(options: DataOptions = DataOptions()) -> None:
         with console.task(f"conversations by {options.teacher}") as step:
             limits = (options.timeout, options.batch_size, options.max_budget_usd)
             result = conversations.generate(
-                n=N_CONVERSATIONS if options.n is None else options.n,
+                n=_N_CONVERSATIONS if options.n is None else options.n,
                 progress=step,
                 options=conversations.Options(options.teacher_model, options.url, *limits),
                 **keywords_of(

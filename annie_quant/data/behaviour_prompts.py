@@ -41,8 +41,8 @@ from annie_quant.documents import ChatMessage
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge import load_workloads
 
-SPLIT = "calibration"
-BATTERY = "agent_loop"  # the workload whose tools are asked for where a persona has none that fits
+_SPLIT = "calibration"
+_BATTERY = "agent_loop"  # the workload whose tools are asked for where a persona has none that fits
 ATTEMPTS_PER_PROMPT = 30
 TALK_CATEGORIES = ("greeting", "factual", "conversational")
 
@@ -111,7 +111,7 @@ class _Draw:
     def __init__(self, persona: Persona, behaviour: str) -> None:
         self.persona = persona
         self.behaviour = behaviour
-        drawn, undrawn = with_drawn_tools(persona, SPLIT)
+        drawn, undrawn = with_drawn_tools(persona, _SPLIT)
         self.tools = [tool["function"]["name"] for tool in drawn.tools]
         if behaviour.startswith(f"{CALLS} "):
             name = behaviour.removeprefix(f"{CALLS} ")
@@ -160,7 +160,7 @@ class _Draw:
             "persona": persona.source,
             "prompt_sha256": persona.prompt_sha256,
         }
-        row["split"] = SPLIT
+        row["split"] = _SPLIT
         return row
 
     def _messages(self, rng: random.Random, number: int) -> list[ChatMessage]:
@@ -169,9 +169,9 @@ class _Draw:
         if self.behaviour == DECLINES:
             return [_user(self._nothing_to_call(rng, number))]
         tool = self.tools[number % len(self.tools)]
-        exchange = draw_exchange(self.persona, tool, rng, SPLIT)
+        exchange = draw_exchange(self.persona, tool, rng, _SPLIT)
         if self.behaviour == SEVERAL and len(exchange.calls) == 1:
-            exchange = draw_second(self.persona, tool, rng, SPLIT, exchange)
+            exchange = draw_second(self.persona, tool, rng, _SPLIT, exchange)
         if (self.behaviour == SEVERAL) != (len(exchange.calls) == 2) and self.behaviour != RESULT:
             return []
         messages = up_to_result(self.persona, exchange)
@@ -184,7 +184,7 @@ class _Draw:
         """Return a user's message that asks for words, in the prompt's language."""
         rules = rules_of(self.persona)
         if rules.language != "en" and not self.persona.is_built_in:
-            greetings = rules.phrases.greetings[SPLIT]
+            greetings = rules.phrases.greetings[_SPLIT]
             if not greetings:
                 raise UsageError(
                     f"there are no phrases in the language of {self.persona.name}'s prompt",
@@ -194,7 +194,7 @@ class _Draw:
         category = TALK_CATEGORIES[number % len(TALK_CATEGORIES)]
         if self.behaviour == THINKS:
             category = ("factual", "reasoning")[number % 2]
-        user = exchanges.draw_category(category, rng, SPLIT).user
+        user = exchanges.draw_category(category, rng, _SPLIT).user
         return user.replace("Annie", self.persona.name)
 
     def _nothing_to_call(self, rng: random.Random, number: int) -> str:
@@ -203,12 +203,12 @@ class _Draw:
             return self._talk(rng, number)
         if self.foreign is not None:
             tool = self.foreign.tools[number // 2 % len(self.foreign.tools)]["function"]["name"]
-            return draw_exchange(self.foreign, tool, rng, SPLIT).user
-        refusal = impossible_request(self.persona, rng, SPLIT)
+            return draw_exchange(self.foreign, tool, rng, _SPLIT).user
+        refusal = impossible_request(self.persona, rng, _SPLIT)
         if refusal is not None:
             return refusal[0]
         if self.persona.is_built_in:
-            return exchanges.draw_category("abstention", rng, SPLIT).user
+            return exchanges.draw_category("abstention", rng, _SPLIT).user
         return self._talk(rng, number)
 
 
@@ -216,10 +216,10 @@ def _foreign_tools(persona: Persona) -> Persona | None:
     """Return the persona with tools that it does not have; None where its prompt is not English."""
     if persona.is_built_in or rules_of(persona).language != "en":
         return None
-    battery = load_workloads([BATTERY])[0].tools
+    battery = load_workloads([_BATTERY])[0].tools
     own = {tool["function"]["name"] for tool in persona.tools}
     others = tuple(t for t in battery or () if t["function"]["name"] not in own)  # type: ignore[index]
-    drawn, _ = with_drawn_tools(msgspec.structs.replace(persona, tools=others), SPLIT)
+    drawn, _ = with_drawn_tools(msgspec.structs.replace(persona, tools=others), _SPLIT)
     return drawn if drawn.tools else None
 
 

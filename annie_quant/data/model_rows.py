@@ -29,7 +29,7 @@ from annie_quant.documents.persona import Persona, Tool
 
 MODEL_TEACHER = "model"
 SPLIT = "calibration"
-MAX_ANSWERS = 6  # of one conversation
+_MAX_ANSWERS = 6  # of one conversation
 ROW_MAX_TOKENS = 512  # of one answer; a row with a longer one is left out
 REQUESTS_PER_TALK = 2  # requests for a tool, for each other message
 MAX_DRAWS = 20  # per conversation, until its first message is new
@@ -99,7 +99,7 @@ def write_rows(
     left_out: Counter[str] = Counter()
     lengths: list[int] = []
     active = talks
-    for turn in range(MAX_ANSWERS):
+    for turn in range(_MAX_ANSWERS):
         text = f"rows, answer {turn + 1}"
         conversations = [talk.messages for talk in active]
         answers = model.answer(conversations, persona.tools, ROW_MAX_TOKENS, progress, text)

@@ -96,13 +96,13 @@ def prompts_per_gate(n: int, reference: Mapping[str, GateResult]) -> int:
 
 # An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer
 # in words or with a call.
-ANSWER = Answer(
+_ANSWER = Answer(
     text="These are the words of an answer that is in English.",
     finish_reason="stop",
     completion_tokens=12,
 )
-CALLING = msgspec.structs.replace(ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}])
-REFERENCES = (ANSWER, CALLING)
+CALLING = msgspec.structs.replace(_ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}])
+REFERENCES = (_ANSWER, CALLING)
 
 
 def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:
@@ -162,7 +162,7 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
         names = {
             name
             for reference in REFERENCES
-            for name in checks(ANSWER, at_turn, workload, reference)
+            for name in checks(_ANSWER, at_turn, workload, reference)
         }
         if (
             "same_arguments" in names

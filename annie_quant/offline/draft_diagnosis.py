@@ -65,7 +65,7 @@ class AcceptedDrafts:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class _Diagnosis:
     """The prediction for a server's own answers, and the fault that explains what it accepted; "" where nothing is wrong.
 
     in_checkpoint: the fault is one of the checkpoint, which the server serves as it is.
@@ -101,7 +101,7 @@ def randomize(head: DraftHead) -> None:
             parameter.copy_(noise)
 
 
-def changes(head: DraftHead) -> dict[str, Callable[[DraftHead], None]]:
+def _changes(head: DraftHead) -> dict[str, Callable[[DraftHead], None]]:
     """Return fault → the change of a head that makes it, without those of the hidden state."""
     faults: dict[str, Callable[[DraftHead], None]] = {
         EXCHANGED: exchange_halves,
@@ -120,19 +120,19 @@ def diagnose_folder(
     answers: Sequence[DraftedAnswer],
     served: AcceptedDrafts,
     numerics: str | None = None,
-) -> Diagnosis:
+) -> _Diagnosis:
     """Return the diagnosis for a checkpoint's folder. numerics: profile of the server, where it is a known one."""
     engine = Engine(load(folder.path, dtype=torch.float32))
     is_known = numerics in profiles_of(engine.model)
     arithmetic = emulate(engine.model, find_profile(str(numerics))) if is_known else nullcontext()
     with arithmetic:
-        return diagnose(engine, folder, answers, served)
+        return _diagnose(engine, folder, answers, served)
 
 
 @torch.no_grad()
-def diagnose(
+def _diagnose(
     engine: Engine, folder: ModelFolder, answers: Sequence[DraftedAnswer], served: AcceptedDrafts
-) -> Diagnosis:
+) -> _Diagnosis:
     """Compare what a server accepted of its drafts in its own answers with the checkpoint's head, and name the cause of a gap."""
     drafts = len(served.offered)
     head = DraftHead(folder, engine.model)
@@ -141,11 +141,11 @@ def diagnose(
     predicted = _steps(own, drafts)
     if not is_gap(predicted, served):
         if predicted.accepted[0].value >= LOW_SHARE:
-            return Diagnosis(predicted, "")
-        return Diagnosis(predicted, fault_of_checkpoint(engine, folder, answers), True)
+            return _Diagnosis(predicted, "")
+        return _Diagnosis(predicted, fault_of_checkpoint(engine, folder, answers), True)
     candidates = {AS_STORED: own, **_faulty_runs(engine, head, states, answers, drafts)}
     scores = {cause: score(runs, served, drafts) for cause, runs in candidates.items()}
-    return Diagnosis(predicted, max(scores, key=lambda cause: scores[cause]))
+    return _Diagnosis(predicted, max(scores, key=lambda cause: scores[cause]))
 
 
 @torch.no_grad()
@@ -177,7 +177,7 @@ def _faulty_runs(
 ) -> dict[str, Runs]:
     """Return fault → which drafts are right in a server with that fault."""
     runs = {}
-    for cause, change in changes(head).items():
+    for cause, change in _changes(head).items():
         faulty = copy.copy(head)
         faulty._modules = copy.deepcopy(head._modules)
         change(faulty)

@@ -46,7 +46,7 @@ _STRING = re.compile(r'"((?:[^"\\]|\\.)*)', re.DOTALL)  # its end may be missing
 _SPACE = re.compile(r"\s*")
 _THOUGHTS = re.compile(r".*</think>\s*", re.DOTALL)
 _DECODER = json.JSONDecoder()
-ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters")
 MAX_REFUSED_SHARE = 0.5  # of gate prompts, by the chat template
 
 
@@ -113,7 +113,7 @@ def _json_call(text: str, start: int) -> Iterator[int]:
         if key == "name":
             function = _STRING.match(text, value)
             yield from range(*function.span(1)) if function else ()
-        elif key in ARGUMENTS:
+        elif key in _ARGUMENTS:
             for name, at, argument in _members(text, value):
                 if name is None:
                     yield at

@@ -412,7 +412,7 @@ def register() -> None:
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            kind = UnchangedConfig if is_nvfp4(config_dict) else original_config
+            kind = UnchangedConfig if _is_nvfp4(config_dict) else original_config
             return kind.from_dict(config_dict, *args, **kwargs)
 
     def quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
@@ -424,7 +424,7 @@ def register() -> None:
     auto.AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
 
 
-def is_nvfp4(config: JsonObject) -> bool:
+def _is_nvfp4(config: JsonObject) -> bool:
     """Return whether compressed-tensors' settings have a group of packed NVFP4 and no group of another 4-bit format."""
     settings = read_struct(compressed_tensors.CompressedSettings, config)
     formats = {

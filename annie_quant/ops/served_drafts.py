@@ -18,10 +18,10 @@ from annie_quant.ops.doctor import CheckResult, fault, note, ok
 
 DRAFTS = "drafts"
 N_DRAFTED = 48  # tokens per answer
-N_PROMPTS = 12
+_N_PROMPTS = 12
 
 
-class Timings(msgspec.Struct):
+class _Timings(msgspec.Struct):
     """llama.cpp's counts up to an event of its stream. predicted_ms: of the tokens after the first."""
 
     predicted_ms: float = 0.0
@@ -34,7 +34,7 @@ class StreamedTokens(msgspec.Struct):
 
     tokens: list[int] = []
     stop: bool = False
-    timings: Timings = msgspec.field(default_factory=Timings)
+    timings: _Timings = msgspec.field(default_factory=_Timings)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def check_drafts(
 
     numerics: profile that the server computes, where it is known.
     """
-    prompts = served.prompts[:N_PROMPTS]
+    prompts = served.prompts[:_N_PROMPTS]
     if served.family == "llama.cpp":
         answers = drafted_steps(root, prompts, N_DRAFTED, headers)
         counts = count_positions(answers)
@@ -229,7 +229,7 @@ def _finding(
     return fault(DRAFTS, message, f"as if {result.cause}", fix)
 
 
-TEMPLATE = "template"
+_TEMPLATE = "template"
 _GREETING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 
 
@@ -250,10 +250,10 @@ def check_template(
         return []
     own = Template(checkpoint).render(_GREETING, None, False)
     if served.strip() == own.strip():
-        return [ok(TEMPLATE, "a conversation is rendered as by the checkpoint's template")]
+        return [ok(_TEMPLATE, "a conversation is rendered as by the checkpoint's template")]
     why = "prompts are not those that the model and its draft head were tuned on: fewer drafts are accepted"
     fix = "start the server with the checkpoint's chat_template.jinja"
-    return [fault(TEMPLATE, "another template than the checkpoint's", why, fix)]
+    return [fault(_TEMPLATE, "another template than the checkpoint's", why, fix)]
 
 
 def _percents(shares: Sequence[float]) -> str:

@@ -169,7 +169,7 @@ def text_of_rows(
     used = [replace(sample, weight=w) for sample, w in zip(used, weights, strict=True)]
     use = use_of(samples, used, len(rows), limit, not_located)
     if not whole:
-        use.behaviours = described(used, mixture)
+        use.behaviours = _described(used, mixture)
     if own:
         use.given_answers = answered.n_kept
         use.endless_answers = answered.n_endless
@@ -198,7 +198,7 @@ def answer_sample(template: Template, scored: ScoredAnswer, number: int) -> Cali
     return CalibrationSample(scored.category, ids, kinds, scored.target, decides, number, behaviour)
 
 
-def described(used: Sequence[CalibrationSample], mixture: Mixture) -> list[Behaviour]:
+def _described(used: Sequence[CalibrationSample], mixture: Mixture) -> list[Behaviour]:
     """Return what the answers that are used do, next to what gates ask for and logs show."""
     counts = Counter(sample.behaviour for sample in used)
     weights = {sample.behaviour: sample.weight for sample in used}

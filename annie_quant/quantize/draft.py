@@ -129,15 +129,15 @@ def run(
     device, dtype = device_and_dtype(folder)
     engine = Engine(load(folder.path, dtype=dtype, device=str(device)))
     numerics = numerics or numerics_of(engine.model)[0]
-    answers = answers_of(folder.path, template, given, numerics, work, progress)
+    answers = _answers_of(folder.path, template, given, numerics, work, progress)
     split = split_answers(answers, general_answers(folder.path, template, numerics, work, progress))
     head = DraftHead(source, engine.model, torch.float32)
     with emulate(engine.model, find_profile(numerics)):
         progress.message("computing hidden states")
         data = TuningData(
-            states_of(engine, split.train),
-            states_of(engine, split.held_out),
-            states_of(engine, split.general),
+            _states_of(engine, split.train),
+            _states_of(engine, split.held_out),
+            _states_of(engine, split.general),
         )
         before = measured(engine, head, split, data)
         tuned = draft_tuning.tune(engine, head, data, progress, work, epochs, seed=seed)
@@ -183,7 +183,7 @@ def prompts_of(template: Template, calib_data: Path, most: int) -> list[ScoredAn
     return [answers[i * len(answers) // count] for i in range(count)]
 
 
-def answers_of(
+def _answers_of(
     model: Path,
     template: Template,
     given: Sequence[ScoredAnswer],
@@ -209,7 +209,7 @@ def general_answers(
                 return []
     empty = tuple(template.end_tokens[:1])
     given = [ScoredAnswer("general", prompt, empty) for prompt in prompts]
-    answered = answers_of(model, template, given, numerics, work, progress)
+    answered = _answers_of(model, template, given, numerics, work, progress)
     return [answer for answer in answered if len(answer.answer) > 1]
 
 
@@ -225,7 +225,7 @@ def split_answers(
     return AnswerSplit([*train, *general[::2]], held_out, list(general[1::2]))
 
 
-def states_of(engine: Engine, answers: Sequence[DraftedAnswer]) -> list[AnswerStates]:
+def _states_of(engine: Engine, answers: Sequence[DraftedAnswer]) -> list[AnswerStates]:
     """Return the hidden states of answers."""
     return [states.copy() for states in answer_states(engine, answers)]
 

@@ -27,7 +27,7 @@ from annie_quant.models.formats import GROUP, NVFP4, W4A16, Format
 from annie_quant.quantize.strategy import Job
 
 UNQUANTIZED_HINT = "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first"
-FLOATS = ("BF16", "F16", "F32")
+_FLOATS = ("BF16", "F16", "F32")
 
 
 def names_module(pattern: str, module: str) -> bool:
@@ -79,9 +79,9 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
         info = folder.info(f"{module}.weight")
         if module in left_out or covering_pattern(module, folder.family.unquantized):
             continue
-        if info.dtype not in FLOATS:
+        if info.dtype not in _FLOATS:
             raise CheckpointError(
-                f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}",
+                f"{info.name}: dtype {info.dtype}, expected one of {', '.join(_FLOATS)}",
                 UNQUANTIZED_HINT,
             )
         chosen.append(module)

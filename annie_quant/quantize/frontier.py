@@ -21,7 +21,7 @@ TIE = 1e-9  # sums that differ by less of the limit are equal
 TANGENTS = 9  # of a prompt's time, from the start
 # HiGHS takes limits as satisfied within 1e-6. Choices that exceed one by less are excluded one by one, then the limit is lowered.
 MAX_EXCLUDED = 20
-TOLERANCE = 2e-6
+_TOLERANCE = 2e-6
 OBJECTIVE_SCALE = 1e5  # HiGHS stops at an absolute gap of 1e-6
 SOLVER_SECONDS = 30.0
 MAX_GROUP_LINES = 12
@@ -177,7 +177,7 @@ class Program:
             if not broken:
                 return choice
             excluded.append(chosen)
-            lower = 1.0 - TOLERANCE if len(excluded) > MAX_EXCLUDED else 1.0
+            lower = 1.0 - _TOLERANCE if len(excluded) > MAX_EXCLUDED else 1.0
             for q, limit in broken:
                 row = q if q.curved is None else q.tangent_at(chosen)
                 bounds.append((row, limit * lower))

@@ -27,7 +27,7 @@ from annie_quant.offline import codec
 from annie_quant.quantize.backend import has_triton
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
-ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
+_ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
 # Prompts have many more tokens than responses. With a weight of .01, one prompt token in twenty is multiplied.
 LEAST_WEIGHT = 0.2
 
@@ -172,7 +172,7 @@ def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
 
     hessian: float32 [K, K]; its diagonal is changed. Columns whose input was always 0 get the mean of the others: they
     correct no other column and are rounded to nearest.
-    Where float32 has no such factor, the damping is multiplied by ten, up to ATTEMPTS times. Raises FactorError where that does
+    Where float32 has no such factor, the damping is multiplied by ten, up to _ATTEMPTS times. Raises FactorError where that does
     not help, for NaN and inf, and for inputs that are all 0.
     """
     if not bool(hessian.isfinite().all()):
@@ -183,7 +183,7 @@ def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
         raise FactorError("all its inputs are 0")
     mean = diagonal[live].mean()
     undamped = torch.where(live, diagonal, mean)
-    for _ in range(ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         diagonal.copy_(undamped + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(hessian)
         if not int(failed):

@@ -21,7 +21,7 @@ from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, ServedModel
 from annie_quant.report.tables import Cell, Table
 
-CACHES: dict[CacheState, str] = {
+_CACHES: dict[CacheState, str] = {
     "cold": "not cached",
     "cached": "after a cached prefix",
     "unknown": "cached tokens not known",
@@ -35,7 +35,7 @@ LIMITING = (
     "different_prompts",
     "prefix_cache_hit",
 )
-MEASURE = "annie-quant bench --workloads first_token"
+_MEASURE = "annie-quant bench --workloads first_token"
 
 
 def lines_table(run: LoadedRun) -> Table:
@@ -49,7 +49,7 @@ def lines_table(run: LoadedRun) -> Table:
         for line in run.aggregates.prefill.get(side.name, []):
             tokens = (line.fewest_tokens, line.most_tokens)
             cells = {
-                "prompts": Cell(CACHES[line.cache], css="word"),
+                "prompts": Cell(_CACHES[line.cache], css="word"),
                 "n": Cell(f"{format.count(line.n_prompts)} ({format.count(line.n)} requests)"),
                 "computed tokens": Cell(format.ends(list(tokens))),
                 "ms per 1,000 tokens": Cell(
@@ -140,7 +140,7 @@ def _ratio(run: LoadedRun, a: ServedModel, b: ServedModel) -> Iterator[str]:
             yield _ratio_text(run, (a, left), (b, right))
     if not (_slope(run, a) and _slope(run, b)):
         reasons = [_without_slope(run, side) for side in (a, b) if not _slope(run, side)]
-        yield f"No ratio of the first token of cold prompts: {'; '.join(reasons)} ({MEASURE})."
+        yield f"No ratio of the first token of cold prompts: {'; '.join(reasons)} ({_MEASURE})."
 
 
 def _slope(run: LoadedRun, side: ServedModel) -> bool:
@@ -183,7 +183,7 @@ def _ratio_text(
     ]
     bounds = f"{format.significant(low)} to {format.significant(high)}"
     return (
-        f"1,000 computed prompt tokens, {CACHES[fast.cache]}: {times[0]}, {times[1]}; "
+        f"1,000 computed prompt tokens, {_CACHES[fast.cache]}: {times[0]}, {times[1]}; "
         f"{format.significant(ratio)} times ({bounds})."
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from annie_quant.core.errors import CheckpointError
 
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 # Wrappers of FSDP, torch.compile and gradient checkpointing, which some trainers leave in names.
 WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 # The adapter's own name ("default") is in the names of writers other than peft's save_pretrained.
@@ -63,8 +63,8 @@ class AdapterKey:
 def parse(key: str) -> AdapterKey | None:
     """Return the parts of a name, or None for one that no known writer uses."""
     name = WRAPPERS.sub("", key)
-    while name.startswith(PREFIX):
-        name = name.removeprefix(PREFIX)
+    while name.startswith(_PREFIX):
+        name = name.removeprefix(_PREFIX)
     match = _FACTOR.fullmatch(name)
     if match is not None:
         return _factor(key, match)

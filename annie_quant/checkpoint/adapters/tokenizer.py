@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 )
 VOCABULARIES = (shards.TOKENIZER, "tokenizer.model", "vocab.json")
 TEMPLATE_FILES = (shards.TEMPLATE, "chat_template.json")
-MAX_SHOWN_TOKENS = 3
+_MAX_SHOWN_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _check_tokens(adapter: Path, base: Path, rows: int, trained: set[int] | None
     untrained = [token for token in added if trained is not None and own[token] not in trained]
     if not untrained:
         return []
-    shown = ", ".join(map(repr, untrained[:MAX_SHOWN_TOKENS]))
+    shown = ", ".join(map(repr, untrained[:_MAX_SHOWN_TOKENS]))
     return [
         f"{len(untrained)} added tokens have rows that the adapter does not train, such as {shown}"
     ]

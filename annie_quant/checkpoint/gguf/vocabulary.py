@@ -152,7 +152,7 @@ def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float]
     """
     model = tokenizer.model
     # The tokens of a byte-level tokenizer stand for bytes, with or without fallback.
-    byte_level = any(step.type == "ByteLevel" for step in steps_of(tokenizer))
+    byte_level = any(step.type == "ByteLevel" for step in _steps_of(tokenizer))
     if model is None or not model.byte_fallback or byte_level:
         return None
     ranks: dict[str, int] = {}
@@ -163,7 +163,7 @@ def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float]
     return [float(-ranks.get(token, len(model.merges) + i)) for i, token in enumerate(tokens)]
 
 
-def steps_of(tokenizer: Tokenizer) -> list[PreTokenizer]:
+def _steps_of(tokenizer: Tokenizer) -> list[PreTokenizer]:
     """Return the steps that split text into pieces."""
     outer = tokenizer.pre_tokenizer or PreTokenizer()
     return [outer] if outer.pretokenizers is None else outer.pretokenizers
@@ -171,7 +171,7 @@ def steps_of(tokenizer: Tokenizer) -> list[PreTokenizer]:
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    steps = steps_of(tokenizer)
+    steps = _steps_of(tokenizer)
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]

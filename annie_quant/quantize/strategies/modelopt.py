@@ -40,7 +40,7 @@ from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, Strate
 MAX_ONLY = {"max"}
 IGNORED_LABEL = -100  # of transformers' loss
 RECIPE_FOLDERS = ("ptq", "auto_quantize", "qad")
-BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 MAX_NOTED = 3
 CLOSE_NAMES = 3
 
@@ -226,7 +226,7 @@ def text_batches(rows: Sequence[Sequence[int]], device: str, seed: int) -> list[
     ordered = sorted(rows, key=lambda row: (len(row), tuple(row)))
     lengths = [len(row) for row in ordered]
     batches = []
-    for part in divide(lengths, BATCH_TOKENS[device], PASS_COSTS[device].extra_pass):
+    for part in divide(lengths, _BATCH_TOKENS[device], PASS_COSTS[device].extra_pass):
         width = lengths[part][-1]
         ids = np.stack([np.resize(np.asarray(row, np.int64), width) for row in ordered[part]])
         real = np.arange(width) < np.array(lengths[part])[:, None]

@@ -73,7 +73,7 @@ MODEL ?= smollm2
 real: setup
 	$(BIN)/python tests/real/run.py $(MODEL) $(ARGS)
 
-# Further checks of the C code and of the readers of untrusted bytes: docs/hardening.md.
+# Further checks of the C code and of the readers of untrusted bytes: tests/fuzz/README.md.
 .PHONY: asan tsan analyze
 asan: setup
 	sh tests/sanitize/asan.sh

@@ -284,7 +284,7 @@ class NormTuning:
             del self.norms[
                 name
             ].module.weight  # a parameter; a tensor with a gradient takes its place
-        self.model.gradient_checkpointing_enable()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
         try:
             yield

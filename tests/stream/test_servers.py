@@ -270,7 +270,8 @@ def test_each_form_of_thinking(form: str) -> None:
         None,
         [],
     )
-    assert record["first_reasoning_ms"] < record["first_content_ms"]
+    # Both may arrive in one read, which has one stamp.
+    assert record["first_reasoning_ms"] <= record["first_content_ms"]
     assert record["token_events"] == len(deltas) + 1
 
 

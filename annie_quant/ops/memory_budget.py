@@ -4,8 +4,8 @@ It is counted where model and caches are in the system's memory: on a processor,
 server that takes too much does not fail: the machine freezes (vllm-project/vllm#46307: with 7.5 of 128 GB available).
 
 GRAPHS_BYTES and RUNTIME_BYTES are estimates: CUDA graphs of 1.8 GB were reported for a 27B, and contexts, libraries and
-activations differ by server. Nothing of this was measured on a Spark. vLLM's --gpu-memory-utilization is no upper bound while it
-profiles, which is what the guard (supervisor.py) is for.
+activations differ by server. Nothing of this was measured on a Spark. vLLM's --gpu-memory-utilization is not an upper bound
+while it profiles, which is what the guard (supervisor.py) is for.
 """
 
 from __future__ import annotations

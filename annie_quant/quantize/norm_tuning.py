@@ -34,7 +34,7 @@ from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.offline.engine import split_by_size
 from annie_quant.quantize.backend import device_kind, free_memory_bytes
 from annie_quant.quantize.calibration_samples import PROMPT, CalibrationSample
-from annie_quant.quantize.held_out import divergences, hold_out, sum_and_standard_error
+from annie_quant.quantize.held_out import divergences, hold_out, key_of, sum_and_standard_error
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import (
@@ -75,7 +75,8 @@ def tune_norms(
     answers = answers_to_score(held, TRIAL_TOKENS[kind], TRIAL_POSITIONS[kind])
     trial = Trial(ModelFolder(job.model), answers)
     before = _divergence(trial, plan)
-    file = job.work_folder() / "norms.safetensors"
+    # Other limits may choose other formats in the same folder.
+    file = job.work_folder() / f"norms-{key_of(plan.formats)}.safetensors"
     if file.is_file():
         norms = safetensors.numpy.load_file(file)
     else:

@@ -216,7 +216,7 @@ def test_thinking_of_rows_is_left_out_and_named_where_the_model_does_not_think(
     file = write(tmp_path / "c.jsonl", rows)
     text = text_of_rows(folder, read_conversations(file))
     assert text.samples[0].ids == text.samples[1].ids
-    assert text.samples[0].kinds == text.samples[1].kinds, "the answer is no thinking"
+    assert text.samples[0].kinds == text.samples[1].kinds, "the answer is not thinking"
     assert text.use.left_out == [
         "1 thought (thinking is on in these rows, and the chat template has none, first in c.jsonl, line 1)"
     ]

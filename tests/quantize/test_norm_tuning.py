@@ -71,6 +71,18 @@ def divergence(plan: QuantizationPlan, model: Path, samples: Samples) -> float:
     return sum(float(trial.shares(plan, inputs)[:, :2].sum()) for inputs in (True, False))
 
 
+def assert_tuning_lowers_the_divergence(
+    job: Job[StrategyOptions],
+    plan: QuantizationPlan,
+    samples: Samples,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = divergence(plan, job.model, samples)
+    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 2e-3)
+    norm_tuning.tune_norms(job, plan, samples, SILENT)
+    assert divergence(plan, job.model, samples) < 0.97 * before
+
+
 def written(plan: QuantizationPlan, model: Path, output: Path) -> ModelFolder:
     output.mkdir()
     export(ModelFolder(model), output, plan)
@@ -85,10 +97,7 @@ def test_tuned_norms_lower_the_held_out_divergence_and_pass_the_audit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = divergence(plan, job.model, samples)
-    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 2e-3)
-    norm_tuning.tune_norms(job, plan, samples, SILENT)
-    assert divergence(plan, job.model, samples) < 0.97 * before
+    assert_tuning_lowers_the_divergence(job, plan, samples, monkeypatch)
     gptq, tuned = plan.ingredients
     assert (gptq.name, tuned.name, tuned.used) == ("GPTQ", "tuned norms", True)
     assert tuned.change < 0 and tuned.kl < gptq.kl
@@ -198,10 +207,23 @@ def test_a_finished_tuning_is_read_and_not_made_again(
     norm_tuning.tune_norms(job, plan, samples, SILENT)
     first = plan.tensors
     plan.tensors = {}
-    monkeypatch.setattr(norm_tuning, "NormTuning", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(norm_tuning, "NormTuning", None)
+        norm_tuning.tune_norms(job, plan, samples, SILENT)
+        assert plan.tensors.keys() == first.keys()
+        assert all(np.array_equal(plan.tensors[n], first[n]) for n in first)
+
+    # Other formats, as other limits choose them in the same folder, have norms of their own.
+    for linear in plan.linears.values():
+        linear.format = W4A16
+    plan.tensors = {}
+    tuned: list[QuantizationPlan] = []
+    original = norm_tuning._tuned
+    monkeypatch.setattr(
+        norm_tuning, "_tuned", lambda *args: (tuned.append(args[1]), original(*args))[1]
+    )
     norm_tuning.tune_norms(job, plan, samples, SILENT)
-    assert plan.tensors.keys() == first.keys()
-    assert all(np.array_equal(plan.tensors[n], first[n]) for n in first)
+    assert tuned == [plan]
 
 
 def test_only_a_setting_tunes_norms_on_a_cpu(
@@ -231,7 +253,4 @@ def test_norms_are_tuned_on_a_gpu(
     samples: Samples,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = divergence(plan, job.model, samples)
-    monkeypatch.setattr(norm_tuning, "NORM_LEARNING_RATE", 2e-3)
-    norm_tuning.tune_norms(job, plan, samples, SILENT)
-    assert divergence(plan, job.model, samples) < 0.97 * before
+    assert_tuning_lowers_the_divergence(job, plan, samples, monkeypatch)

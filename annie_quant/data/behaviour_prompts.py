@@ -7,7 +7,6 @@ annie_quant.json (data/behaviours.py): it may call a tool where a prompt asks fo
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import write_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
 from annie_quant.data.behaviours import (
@@ -27,9 +25,10 @@ from annie_quant.data.behaviours import (
     TALK,
     THINKS,
 )
+from annie_quant.data.conversations import tool_names
 from annie_quant.data.prompt_rules import rules_of
 from annie_quant.data.row_rules import PROMPT_TEACHER, user_text
-from annie_quant.data.rows import Rows, prompts_of_others, read_rows
+from annie_quant.data.rows import Rows, prompts_of_others, read_rows, store_rows
 from annie_quant.data.tool_exchanges import (
     draw_exchange,
     draw_second,
@@ -101,7 +100,7 @@ def add_prompts(
             short.append(behaviour)
         added[behaviour] = len(prompts)
         rows += prompts
-    write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    store_rows(output, rows)
     return AddedPrompts(output=str(output), rows=len(rows), added=added, short=short)
 
 
@@ -112,7 +111,7 @@ class _Draw:
         self.persona = persona
         self.behaviour = behaviour
         drawn, undrawn = with_drawn_tools(persona, _SPLIT)
-        self.tools = [tool["function"]["name"] for tool in drawn.tools]
+        self.tools = tool_names(drawn.tools)
         if behaviour.startswith(f"{CALLS} "):
             name = behaviour.removeprefix(f"{CALLS} ")
             if name not in self.tools:
@@ -202,7 +201,8 @@ class _Draw:
         if number % 2:
             return self._talk(rng, number)
         if self.foreign is not None:
-            tool = self.foreign.tools[number // 2 % len(self.foreign.tools)]["function"]["name"]
+            names = tool_names(self.foreign.tools)
+            tool = names[number // 2 % len(names)]
             return draw_exchange(self.foreign, tool, rng, _SPLIT).user
         refusal = impossible_request(self.persona, rng, _SPLIT)
         if refusal is not None:
@@ -217,7 +217,7 @@ def _foreign_tools(persona: Persona) -> Persona | None:
     if persona.is_built_in or rules_of(persona).language != "en":
         return None
     battery = load_workloads([_BATTERY])[0].tools
-    own = {tool["function"]["name"] for tool in persona.tools}
+    own = tool_names(persona.tools)
     others = tuple(t for t in battery or () if t["function"]["name"] not in own)  # type: ignore[index]
     drawn, _ = with_drawn_tools(msgspec.structs.replace(persona, tools=others), _SPLIT)
     return drawn if drawn.tools else None

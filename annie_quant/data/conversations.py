@@ -83,6 +83,11 @@ class Conversation:
         return any(m["role"] == "assistant" for m in self.messages)
 
 
+def tool_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of tools in OpenAI's form."""
+    return [tool["function"]["name"] for tool in tools]
+
+
 def called(message: ChatMessage) -> list[str]:
     """Return the names of the functions that a message calls."""
     return [str(c["function"]["name"]) for c in message.get("tool_calls") or ()]

@@ -9,19 +9,17 @@ requested again.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import sleep
+from time import sleep, time
 
 import msgspec
 
 from annie_quant import __version__, documents
 from annie_quant.core.errors import AnnieError, ServerError, UsageError
-from annie_quant.core.files import write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.untrusted import JsonObject
@@ -29,7 +27,7 @@ from annie_quant.data import teachers
 from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.exchanges import SPLITS
 from annie_quant.data.row_rules import MIN_VALID, ValidatedRows, faults, user_text, validate
-from annie_quant.data.rows import prompts_of_others, read_rows
+from annie_quant.data.rows import prompts_of_others, read_rows, store_rows
 from annie_quant.data.teachers import BatchFailed, Options, RateLimited, Teacher, TeacherBatch
 from annie_quant.documents.persona import Category, Persona, load_persona
 
@@ -121,9 +119,8 @@ class Journal:
 
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
-MAX_FRUITLESS = (
-    3  # consecutive batches without a new conversation, after which a category is given up
-)
+# Consecutive batches without a new conversation, after which a category is given up.
+MAX_FRUITLESS = 3
 MAX_RETRIES = 3  # of one failed batch
 # for a rate limit; the last one is the sum for one batch
 FIRST_WAIT_S = 5.0
@@ -220,7 +217,6 @@ class _Run:
     max_usd: budget of the whole run, including resumed runs.
     forbidden: texts that no row may repeat.
     finders: category → user texts of its rows.
-    exhausted: category → number of its rows, where the offline teacher has no more.
     """
 
     persona: Persona
@@ -237,8 +233,6 @@ class _Run:
     finders: dict[str, DuplicateFinder] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
-    exhausted: dict[str, int] = field(default_factory=dict)
-    n_missing: int = 0
 
     def __post_init__(self) -> None:
         for row in self.journal.rows:
@@ -250,13 +244,18 @@ class _Run:
     def run(self) -> GenerationResult:
         finished = False
         base, remainder = divmod(self.n, len(self.persona.categories))
+        is_offline = self.teacher_name == "offline"
+        n_missing = 0
         try:
             for index, category in enumerate(self.persona.categories):
                 count = base + (index < remainder)
                 self.fill(category, count)
-                self.check_exhausted(category, count)
-            if self.teacher_name == "offline" and not self.persona.is_built_in:
+                n_missing += max(0, count - len(self.rows_of(category)))
+                if is_offline and self.persona.is_built_in:
+                    self.check_enough(n_missing)
+            if is_offline and not self.persona.is_built_in:
                 self.fill_up()
+                self.check_enough(self.n - len(self.journal.rows))
             result = self.write()
             finished = True
         finally:
@@ -269,29 +268,22 @@ class _Run:
             missing = self.n - len(self.journal.rows)
             if missing > 0:
                 self.fill(category, len(self.rows_of(category)) + missing)
-        have = len(self.journal.rows)
-        if have < MIN_VALID * self.n:
-            self.journal.close(True)  # the same command would fail again
-            raise UsageError(
-                f"the offline teacher has {have} different conversations for {self.persona.name}, and --n is {self.n}",
-                f"--n {have}, or --teacher claude-cli or openai",
-            )
 
-    def check_exhausted(self, category: Category, count: int) -> None:
-        """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations in all."""
-        have = len(self.rows_of(category))
-        if self.teacher_name != "offline" or have >= count or not self.persona.is_built_in:
+    def check_enough(self, n_missing: int) -> None:
+        """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations."""
+        if self.n - n_missing >= MIN_VALID * self.n:
             return
-        self.exhausted[category.name] = have
-        self.n_missing += count - have
-        if self.n_missing > (1 - MIN_VALID) * self.n:
-            self.journal.close(True)  # the same command would fail again
-            counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
-            raise UsageError(
-                f"the offline teacher has not enough different conversations for {self.persona.name}: {counts}, "
-                f"and --n {self.n} needs {count} of each category",
-                f"--n {len(self.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
-            )
+        self.journal.close(True)  # the same command would fail again
+        counts = Counter(row["category"] for row in self.journal.rows)
+        possible = counts.total()
+        if self.persona.is_built_in:  # each category needs as many as the others
+            possible = len(self.persona.categories) * min(counts.values(), default=0)
+        named = ", ".join(f"{name} {n}" for name, n in counts.items())
+        raise UsageError(
+            f"the offline teacher has not enough different conversations for {self.persona.name}: {named}, "
+            f"and --n is {self.n}",
+            f"--n {possible}, or --teacher claude-cli or openai",
+        )
 
     def rows_of(self, category: Category) -> list[JsonObject]:
         return [row for row in self.journal.rows if row["category"] == category.name]
@@ -318,17 +310,16 @@ class _Run:
             try:
                 return self.teacher.batch(self.persona, category, count, seed, avoid)
             except RateLimited as limit:
-                wait_s = (
-                    limit.wait_s
-                    if limit.wait_s is not None
-                    else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
-                )
+                wait_s = limit.wait_s
+                if wait_s is None:
+                    wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
                 if waited_s + wait_s > MAX_TOTAL_WAIT_S:
                     raise self.stopped(
                         f"{limit}; it requires another {wait_s:.0f} s", ServerError
                     ) from None
                 sleep(wait_s)
-                waited_s, tries = waited_s + wait_s, tries + 1
+                waited_s += wait_s
+                tries += 1
             except BatchFailed as failure:
                 tries += 1
                 self.journal.add(
@@ -389,11 +380,9 @@ class _Run:
         text = user_text(row)
         if finder.find(text) is not None:
             return "it repeats another conversation"
-        return (
-            "it repeats a prompt of another split"
-            if self.forbidden.find(text) is not None
-            else None
-        )
+        if self.forbidden.find(text) is not None:
+            return "it repeats a prompt of another split"
+        return None
 
     def write(self) -> GenerationResult:
         order = {c.name: i for i, c in enumerate(self.persona.categories)}
@@ -410,9 +399,7 @@ class _Run:
             failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")
         if self.output is not None:
-            write_text(
-                self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            )
+            store_rows(self.output, rows)
         return result
 
 
@@ -449,9 +436,6 @@ def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generatio
 
 
 def _now() -> str:
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    utc = datetime.timezone.utc
-    moment = (
-        datetime.datetime.fromtimestamp(int(epoch), utc) if epoch else datetime.datetime.now(utc)
-    )
+    epoch = os.environ.get("SOURCE_DATE_EPOCH") or time()
+    moment = datetime.datetime.fromtimestamp(int(epoch), datetime.timezone.utc)
     return moment.isoformat(timespec="seconds")

@@ -27,7 +27,7 @@ from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.templates import render_markdown
 from annie_quant.data.behaviours import compare, notes_on
-from annie_quant.data.conversations import LoggedTool
+from annie_quant.data.conversations import LoggedTool, tool_names
 from annie_quant.data.generation import generate
 from annie_quant.data.log_sample import (
     LogSample,
@@ -45,7 +45,7 @@ from annie_quant.data.model_rows import (
     read_back,
     write_rows,
 )
-from annie_quant.data.rows import read_rows
+from annie_quant.data.rows import read_rows, store_rows
 from annie_quant.data.teachers import Options, offline
 from annie_quant.data.tool_exchanges import NO_ARGUMENTS_HINT, with_drawn_tools
 from annie_quant.data.workloads import WORKLOADS, gate_documents, has_labels
@@ -56,13 +56,7 @@ from annie_quant.judge.library import build_workload
 CALIBRATION_FILE = "calibration.jsonl"
 CARD_FILE = "README.md"
 CARD_MARK = "<!-- annie-quant init -->"
-PERSONA_FIELDS = (
-    "name",
-    "system_prompt",
-    "tools",
-    "rules",
-    "examples",
-)  # those that persona.json gets
+PERSONA_FIELDS = ("name", "system_prompt", "tools", "rules", "examples")  # of persona.json
 MIN_CASES_TO_DECIDE = 100  # per behaviour, from which on a gate is decided by an interval
 N_GENERATED_CASES = 120  # per workload
 N_GENERATED_ROWS = 400
@@ -182,20 +176,15 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         alone = replace(workload, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
         write_json(output / WORKLOADS / f"{workload.name}.json", msgspec.to_builtins(workload))
-    write_text(
-        output / CALIBRATION_FILE,
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-    )
+    store_rows(output / CALIBRATION_FILE, rows)
     reading = None
     if sources.model is not None and rows:
         reading = read_back(rows, persona, sources.model, progress)
         lines.append(reading.line())
     # Without logs every gate has the prompts that it needs, and its user has no more to give.
-    short = (
-        {name: n for name, n in behaviours.items() if n < MIN_CASES_TO_DECIDE}
-        if sources.logs
-        else {}
-    )
+    short = {}
+    if sources.logs:
+        short = {name: n for name, n in behaviours.items() if n < MIN_CASES_TO_DECIDE}
     lines += _shortcomings(persona, behaviours, short)
     if rows:
         compared = compare(output / CALIBRATION_FILE, persona)
@@ -206,7 +195,7 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     result = Initialized(
         output=str(output),
         persona=persona.name,
-        tools=[t["function"]["name"] for t in persona.tools],
+        tools=tool_names(persona.tools),
         conversations=sample.pool.n,
         calibration_rows=len(rows),
         cases={workload.name: len(workload.cases) for workload in workloads},
@@ -266,9 +255,8 @@ def generated_rows(
         generate(persona, sources.teacher, n, file, sources.seed, progress, options=sources.options)
         rows = [cast(ChatRow, row) for row in read_rows(file)]
         file.unlink()
-        return Generated(
-            rows, limit, [f"{len(rows)} calibration conversations are by {sources.teacher}"]
-        )
+        line = f"{len(rows)} calibration conversations are by {sources.teacher}"
+        return Generated(rows, limit, [line])
     if sources.model is not None and not sources.teacher:
         written = write_rows(persona, sources.model, n, sources.seed, progress)
         lines = [f"{len(written.rows)} calibration conversations are by {sources.model.folder}"]
@@ -281,15 +269,14 @@ def generated_rows(
     if undrawn and not drawn.tools and not sources.logs:
         raise UsageError(undrawn[0], NO_ARGUMENTS_HINT)
     if not drawn.tools:
-        return Generated(
-            [], limit, ["the offline teacher writes calls alone, and there are no tools to call"]
-        )
+        line = "the offline teacher writes calls alone, and there are no tools to call"
+        return Generated([], limit, [line])
     rows = offline_rows(persona, n, sources.seed)
-    lines = [f"{len(rows)} calibration conversations are made by the offline teacher"]
-    lines[0] += (
-        ": calls alone, without the assistant's words; --model BF16 writes whole conversations"
+    line = (
+        f"{len(rows)} calibration conversations are made by the offline teacher: calls alone, "
+        "without the assistant's words; --model BF16 writes whole conversations"
     )
-    return Generated(rows, limit, lines)
+    return Generated(rows, limit, [line])
 
 
 def offline_rows(persona: Persona, n: int, seed: int) -> list[ChatRow]:
@@ -421,8 +408,7 @@ def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, i
         f"{name}: {n} gate prompts, {MIN_CASES_TO_DECIDE - n} short of {MIN_CASES_TO_DECIDE}; gates on it may stay undecided"
         for name, n in sorted(short.items())
     ]
-    names = [t["function"]["name"] for t in persona.tools]
-    never = [name for name in names if f"calls {name}" not in behaviours]
+    never = [name for name in tool_names(persona.tools) if f"calls {name}" not in behaviours]
     if never:
         lines.append(
             f"no gate prompt calls {', '.join(never)}: nothing about {'them' if len(never) > 1 else 'it'} can be judged; "

@@ -26,6 +26,7 @@ from annie_quant.data.conversations import (
     LoggedTool,
     called,
     row_of,
+    tool_names,
     with_text_arguments,
 )
 from annie_quant.data.duplicates import DuplicateFinder
@@ -203,7 +204,7 @@ class GateCases:
         self,
         persona: Persona,
         calibration: Sequence[Row],
-        count: Callable[[str], int] | None = None,
+        count: Callable[[str], int] | None,
     ) -> None:
         self.persona = persona
         self._count_tokens = count
@@ -267,7 +268,7 @@ class GateCases:
             self._lengths.setdefault(key, []).append(sum(map(count, texts)))
         cases.append(case)
 
-    def documents(self, limit: int | None = None) -> Iterator[WorkloadFile]:
+    def documents(self, limit: int | None) -> Iterator[WorkloadFile]:
         """Yield the workloads, one per kind of answer. limit: of tokens; None: from the logged answers."""
         per_token = CHARACTERS_PER_TOKEN if self._count_tokens is None else 1
         for (kind, thinking), cases in sorted(self._cases.items()):
@@ -362,7 +363,7 @@ def split_conversations(
     sample: LogSample,
     persona: Persona,
     scanner: Scanner,
-    count: Callable[[str], int] | None = None,
+    count: Callable[[str], int] | None,
 ) -> SplitConversations:
     """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another.
 
@@ -396,14 +397,14 @@ def _distinct_conversations(
     sample: LogSample, persona: Persona, scanner: Scanner
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
     """Return the conversations to use, masked, per behaviour, and one note per reason for leaving some out."""
-    offered = {t["function"]["name"] for t in persona.tools}
+    offered = tool_names(persona.tools)
     finder = DuplicateFinder()
     n_repeated = sample.pool.repeated
     n_missing: Counter[str] = Counter()
     chosen: dict[str, list[Conversation]] = {}
     for behaviour, conversation in without_prefixes(list(sample.pool.conversations())):
-        tools = {t["function"]["name"] for t in conversation.tools or ()} or offered
-        missing = set(conversation.calls) - tools
+        tools = tool_names(conversation.tools or ()) or offered
+        missing = set(conversation.calls).difference(tools)
         if missing:
             n_missing.update(missing)
             continue

@@ -39,10 +39,8 @@ from annie_quant.data.sources import LLAMA_CPP, SOURCES, Source
 from annie_quant.data.transcripts import TRANSCRIPTS, Draft, Skipped, Transcript
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
-MAX_LOG_LINE_BYTES = 16_000_000  # bytes
-MAX_CONVERSATION_CHARACTERS = (
-    2_000_000  # of one conversation: over 256k tokens, more than any model reads
-)
+MAX_LOG_LINE_BYTES = 16_000_000
+MAX_CONVERSATION_CHARACTERS = 2_000_000  # over 256k tokens, more than any model reads
 _BATCH_ROWS = 256
 _GZIP = b"\x1f\x8b"
 # First bytes of files that are no text.
@@ -262,9 +260,10 @@ def _entries(document: object) -> list[object]:
         return [document]
     if document and isinstance(document[0], dict) and "role" in document[0]:
         return [{"messages": document}]
-    return [
-        row for item in document for row in ([item] if isinstance(item, list) else _entries(item))
-    ]
+    rows: list[object] = []
+    for item in document:
+        rows += [item] if isinstance(item, list) else _entries(item)
+    return rows
 
 
 def _skip_line(file: IO[bytes]) -> None:
@@ -408,12 +407,11 @@ class TextLog:
     def report(self, problems: Problems) -> None:
         if self._is_known or not self._n_lines:
             return
-        reason = "a line that is not JSON"
-        unit = "rows"
-        if self._other:
-            unit = "lines"
-            reason = (
-                f"{self._other} text log, which loses calls and parts of answers: put `annie-quant record --upstream URL` "
-                "in front of the server, or export OpenTelemetry spans with gen_ai.input.messages"
-            )
-        problems.add(reason, self._first, self._n_lines, unit)
+        if not self._other:
+            problems.add("a line that is not JSON", self._first, self._n_lines)
+            return
+        reason = (
+            f"{self._other} text log, which loses calls and parts of answers: put `annie-quant record --upstream URL` "
+            "in front of the server, or export OpenTelemetry spans with gen_ai.input.messages"
+        )
+        problems.add(reason, self._first, self._n_lines, "lines")

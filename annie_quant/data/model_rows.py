@@ -168,9 +168,8 @@ def _users_texts(persona: Persona, tool: str, rng: random.Random) -> list[str]:
     if tool:
         return [draw_exchange(persona, tool, rng, SPLIT).user]
     if rules.language != "en":
-        return (
-            rng.sample(rules.phrases.greetings[SPLIT], 1) if rules.phrases.greetings[SPLIT] else []
-        )
+        greetings = rules.phrases.greetings[SPLIT]
+        return rng.sample(greetings, min(1, len(greetings)))
     if rng.random() < 0.3:
         turns = exchanges.conversation(rng, SPLIT)
     else:

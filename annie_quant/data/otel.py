@@ -9,17 +9,13 @@ counts under older names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from annie_quant.core.untrusted import JsonObject, decode_json, integer
 
-OPERATIONS = (
-    None,
-    "chat",
-    "text_completion",
-    "generate_content",
-)  # None: vLLM's spans; an agent's span has its calls' messages
+# None: vLLM's spans. An agent's span is not read: it has its calls' messages.
+OPERATIONS = (None, "chat", "text_completion", "generate_content")
 INPUT = "gen_ai.input.messages"
 OUTPUT = "gen_ai.output.messages"
 PROMPT_TOKEN_FIELDS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
@@ -74,10 +70,8 @@ def _why_unusable(attributes: JsonObject) -> str:
 def lengths(document: object) -> Iterator[tuple[float, int, int]]:
     """Yield (seconds since 1970, prompt tokens, answer tokens) of each call that has counts."""
     for time_s, attributes in _calls(document):
-        prompt, answer = (
-            integer(next(filter(None, map(attributes.get, n)), 0))
-            for n in (PROMPT_TOKEN_FIELDS, ANSWER_TOKEN_FIELDS)
-        )
+        prompt = integer(_first(attributes, PROMPT_TOKEN_FIELDS))
+        answer = integer(_first(attributes, ANSWER_TOKEN_FIELDS))
         is_call = attributes.get("gen_ai.operation.name") in OPERATIONS
         if is_call and prompt and answer is not None:
             yield time_s, prompt, answer
@@ -96,10 +90,13 @@ def _calls(document: object) -> Iterator[tuple[float, JsonObject]]:
             names = (INPUT, OUTPUT, *PROMPT_TOKEN_FIELDS)
             known = any(name in names or name.startswith(OLDER) for name in attributes)
             if known:
-                yield (
-                    (_integer(next(filter(None, map(call.get, _TIME_FIELDS)), 0)) or 0) / 1e9,
-                    attributes,
-                )
+                time_ns = _integer(_first(call, _TIME_FIELDS)) or 0
+                yield time_ns / 1e9, attributes
+
+
+def _first(fields: JsonObject, names: Sequence[str]) -> Any:
+    """Return the first of several fields that has a value; 0 where none has."""
+    return next((fields[name] for name in names if fields.get(name)), 0)
 
 
 def _objects(parent: object, name: str) -> list[JsonObject]:
@@ -109,11 +106,8 @@ def _objects(parent: object, name: str) -> list[JsonObject]:
 
 def _integer(value: object) -> int | None:
     """Return a 64-bit integer of protobuf's JSON form: a number, or its digits as text."""
-    return (
-        int(value)
-        if isinstance(value, (str, int)) and str(value).isdecimal() and len(str(value)) < 20
-        else None
-    )
+    text = str(value) if isinstance(value, (str, int)) else ""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _attributes(parent: object, name: str, depth: int) -> JsonObject:

@@ -15,6 +15,7 @@ from functools import cache
 import msgspec
 
 from annie_quant.core.files import ASSETS
+from annie_quant.data.conversations import tool_names
 from annie_quant.data.exchanges import BySplit
 from annie_quant.documents.persona import Persona
 
@@ -110,7 +111,7 @@ NO_RULES = PromptRules("en", DEFAULT_TODAY, DEFAULT_HOURS, frozenset(), frozense
 def rules_of(persona: Persona) -> PromptRules:
     """Return the rules in a persona's prompt and `rules`."""
     text = "\n".join((persona.system_prompt, *persona.rules))
-    return _read_rules(text, tuple(tool["function"]["name"] for tool in persona.tools))
+    return _read_rules(text, tuple(tool_names(persona.tools)))
 
 
 @cache

@@ -36,7 +36,7 @@ from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
 from annie_quant.data import recorded_chat
 from annie_quant.data.conversations import Unusable
 from annie_quant.data.masking import Scanner
-from annie_quant.data.recorded_chat import Copy, Held, Recorded, forwarded, returned
+from annie_quant.data.recorded_chat import BodyCopy, HeldBytes, Recorded, forwarded, returned
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession, web
@@ -112,8 +112,8 @@ class Recorder:
         self.url = ""
         self._left_out: Counter[str] = Counter()
         self._scanner = Scanner(settings.personal, settings.words)
-        self._held = Held(MAX_HELD_BYTES)
-        self._passed: dict[_Passed, None] = {}  # the requests in flight, the oldest first
+        self._held = HeldBytes(MAX_HELD_BYTES)
+        self._passed: dict[_Exchange, None] = {}  # the requests in flight, the oldest first
         # connection → when it was accepted, until its first head is complete
         self._silent: dict[Any, float] = {}
         self._listener: asyncio.Server | None = None
@@ -217,35 +217,33 @@ class Recorder:
             return _error_page(400, "the path must begin with /")
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
+        # Of other requests nothing is copied.
         most_asked = recorded_chat.MAX_REQUEST_BYTES if is_chat else 0
         most_answered = recorded_chat.MAX_ANSWER_BYTES if is_chat else 0
-        question = Copy(self._held, most_asked, "a request")
-        answer = Copy(self._held, most_answered, "an answer")
-        passed = _Passed(request, question, answer)
+        question = BodyCopy(self._held, most_asked, "a request")
+        answer = BodyCopy(self._held, most_answered, "an answer")
+        passed = _Exchange(request, question, answer)
         self._passed[passed] = None
         try:
-            return await passed.on(self._session, self.upstream)
+            return await passed.forward(self._session, self.upstream)
         finally:
             self._passed.pop(passed, None)
             if is_chat:
                 self._keep(passed)
-            else:
-                question.drop()
-                answer.drop()
 
     def _drop_a_late_one(self) -> bool:
         """End the request whose body the proxy has waited for longest.
 
         Return False where none is late.
         """
-        late = max(self._passed, key=_Passed.waiting_s, default=None)
+        late = max(self._passed, key=_Exchange.waiting_s, default=None)
         if late is None or late.waiting_s() < LATE_S:
             return False
         late.abort()
         self._passed.pop(late, None)
         return True
 
-    def _keep(self, passed: _Passed) -> None:
+    def _keep(self, passed: _Exchange) -> None:
         """Hand a chat to the writer's thread. Its bytes count as held until it is written."""
         fault = passed.fault or passed.answer.fault
         size = passed.question.size + passed.answer.size
@@ -288,7 +286,7 @@ class Recorder:
 
 
 @dataclass(eq=False)
-class _Passed:
+class _Exchange:
     """One request that is passed on.
 
     refused: why it is not recorded at all.
@@ -298,8 +296,8 @@ class _Passed:
     """
 
     request: web.Request
-    question: Copy
-    answer: Copy
+    question: BodyCopy
+    answer: BodyCopy
     refused: str = ""
     fault: str = ""
     is_stream: bool = False
@@ -317,7 +315,7 @@ class _Passed:
         if self.request.transport is not None:
             self.request.transport.abort()
 
-    async def on(self, session: ClientSession | None, upstream: str) -> web.StreamResponse:
+    async def forward(self, session: ClientSession | None, upstream: str) -> web.StreamResponse:
         import aiohttp
         from yarl import URL
 

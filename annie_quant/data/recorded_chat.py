@@ -33,7 +33,7 @@ from annie_quant.data.logged_answers import (
 )
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.data.sources import conversation_of
-from annie_quant.documents import ChatMessage, LoggedChat
+from annie_quant.documents import LoggedChat
 from annie_quant.stream.texts import MAX_NAME
 
 _T = TypeVar("_T")
@@ -104,15 +104,15 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
     if size > MAX_CHAT_BYTES:  # checked first, because masking takes time in proportion to the size
         raise Unusable(f"longer than {MAX_CHAT_BYTES // 1_000_000} MB")
-    head: list[ChatMessage] = (
-        [{"role": "system", "content": conversation.system}] if conversation.system else []
-    )
+    messages = conversation.messages
+    if conversation.system:
+        messages = [{"role": "system", "content": conversation.system}, *messages]
     parts: JsonObject = {
-        "messages": head + conversation.messages,
+        "messages": messages,
         "tools": conversation.tools,
         "reason": reason,
+        "model": str(request.get("model") or "")[:MAX_MODEL],
     }
-    parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
     data = json.dumps(
         masked_row(without_keys(parts, exchange.secrets), exchange.time, scanner),
         ensure_ascii=False,
@@ -151,10 +151,8 @@ def decompressed(body: bytes, coding: str) -> bytes:
         return body
     if coding not in READABLE_CODINGS:
         raise Unusable("an answer in a coding that cannot be read")
-    for window_bits in (
-        47,
-        -15,
-    ):  # zlib or gzip with a header; deflate without one, as some servers send it
+    # zlib or gzip with a header; deflate without one, as some servers send it
+    for window_bits in (47, -15):
         reader = zlib.decompressobj(window_bits)
         try:
             text = reader.decompress(body, MAX_ANSWER_BYTES + 1)
@@ -283,7 +281,7 @@ HOP_BY_HOP = {
 }
 
 
-class Held:
+class HeldBytes:
     """The bytes that all copies hold together."""
 
     def __init__(self, most: int) -> None:
@@ -292,10 +290,10 @@ class Held:
 
 
 @dataclass
-class Copy:
+class BodyCopy:
     """A copy of one body while it is passed on. fault: why it is not kept; "" while it is."""
 
-    held: Held
+    held: HeldBytes
     most: int
     name: str
     fault: str = ""
@@ -316,7 +314,9 @@ class Copy:
 
     def drop(self, fault: str = "") -> None:
         self.held.now -= self.size
-        self.size, self.fault, self._pieces = 0, self.fault or fault, []
+        self.size = 0
+        self.fault = self.fault or fault
+        self._pieces = []
 
     def body(self) -> bytes:
         return b"".join(self._pieces)

@@ -26,7 +26,7 @@ OWN_FIELDS = names(
 )
 
 
-def is_response_request(value: object, is_named: bool = False) -> bool:
+def is_response_request(value: object, is_named: bool) -> bool:
     """Return whether an object is a request of the Responses API.
 
     Text alone is also the input of an embedding, or a row of an instruction data set: it counts with a field that only

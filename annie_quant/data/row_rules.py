@@ -110,6 +110,7 @@ MAX_USER = 1000
 MAX_ANSWER = 800
 MAX_TOTAL = 8000
 PROMPT_TEACHER = "prompts"  # of rows without an answer (data/behaviour_prompts.py)
+NO_MESSAGES = "no messages"
 ROW_ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -134,14 +135,10 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     persona = persona or load_persona("annie")
     teacher = teacher_of(row)
     result = form_faults(row, persona.tools, needs_answer=teacher != PROMPT_TEACHER)
-    if result and (
-        not isinstance(row.get("messages"), list)
-        or "unknown role" in result[0]
-        or not row["messages"]
-    ):
+    if result and (result[0] == NO_MESSAGES or "unknown role" in result[0]):
         return result
     messages = row["messages"]
-    # the limits of length are for what a teacher wrote
+    # The limits of length are for what a teacher wrote
     limited = teacher not in (None, "log", "model", PROMPT_TEACHER)
     other_prompt = (
         messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
@@ -151,25 +148,22 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     for message in messages:
         if message["role"] == "assistant":
             result += _style_faults(text_of(message.get("content")), persona, limited)
-    if limited and any(
-        m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages
-    ):
-        result.append(f"a user message is longer than {MAX_USER} characters")
-    if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
-        result.append(f"longer than {MAX_TOTAL} characters")
-    return result + (
-        [] if row.get("category") is None or teacher == "log" else _category_faults(row, persona)
-    )
+    if limited:
+        lengths = [(m["role"], len(text_of(m.get("content")))) for m in messages]
+        if any(role == "user" and length > MAX_USER for role, length in lengths):
+            result.append(f"a user message is longer than {MAX_USER} characters")
+        if sum(length for _, length in lengths) > MAX_TOTAL:
+            result.append(f"longer than {MAX_TOTAL} characters")
+    if row.get("category") is not None and teacher != "log":
+        result += _category_faults(row, persona)
+    return result
 
 
 def teacher_of(row: Row) -> str | None:
     """Return who wrote a row: a teacher's name, "log" for production (annie-quant init), None where it is not known."""
     provenance = row.get("provenance")
-    return (
-        str(provenance["teacher"])
-        if isinstance(provenance, Mapping) and provenance.get("teacher")
-        else None
-    )
+    teacher = provenance.get("teacher") if isinstance(provenance, Mapping) else None
+    return str(teacher) if teacher else None
 
 
 def form_faults(
@@ -183,14 +177,12 @@ def form_faults(
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        return ["no messages"]
+        return [NO_MESSAGES]
     offered: Any = tools if row.get("tools") is None else row["tools"]
     result = [] if offered is None else _tools_faults(offered)
-    schemas = (
-        None
-        if offered is None or result
-        else {t["function"]["name"]: t["function"] for t in offered}
-    )
+    schemas = None
+    if offered is not None and not result:
+        schemas = {t["function"]["name"]: t["function"] for t in offered}
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROW_ROLES:
@@ -212,9 +204,8 @@ def _tools_faults(tools: object) -> list[str]:
         valid = all(tool.function.name for tool in msgspec.convert(tools, list[_RowTool]))
     except msgspec.ValidationError:
         valid = False
-    return (
-        [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
-    )
+    fault = 'tools are not a list of {"type": "function", "function": {"name": ...}}'
+    return [] if valid else [fault]
 
 
 def _category_faults(row: Row, persona: Persona) -> list[str]:
@@ -239,23 +230,21 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
 
 
 def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
-    faults = (
-        [f"an answer is longer than {MAX_ANSWER} characters"]
-        if limited and len(text) > MAX_ANSWER
-        else []
-    )
-    if persona.forbids_markdown and (kind := markdown_in(text)):
-        faults.append(f"markdown in an answer: {kind}")
-    return [*faults, "thinking in an answer"] if leaked(text) else faults
+    result = []
+    if limited and len(text) > MAX_ANSWER:
+        result.append(f"an answer is longer than {MAX_ANSWER} characters")
+    kind = markdown_in(text) if persona.forbids_markdown else None
+    if kind:
+        result.append(f"markdown in an answer: {kind}")
+    if leaked(text):
+        result.append("thinking in an answer")
+    return result
 
 
 def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(function.get("name"), str)
-        or not function["name"]
-    ):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
     arguments = function.get("arguments")
     try:
@@ -266,7 +255,6 @@ def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
         return ["tool arguments are not a JSON object, or one in a string"]
     if schemas is None:
         return []
-    name = function["name"]
     if name not in schemas:
         return [f"{name!r} is called and not offered"]
     misfit = mismatch(dict(decoded), schemas[name].get("parameters") or {})
@@ -303,11 +291,9 @@ def validate(
             by_category[category] += 1
     expected = max(total, requested or 0)
     valid = by_category.total()
-    share = (
-        sum(c.tool is not None for c in persona.categories) / len(persona.categories)
-        if categorized
-        else 0.0
-    )
+    share = 0.0  # of the rows that should call a tool
+    if categorized:
+        share = sum(c.tool is not None for c in persona.categories) / len(persona.categories)
     enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
     return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
 

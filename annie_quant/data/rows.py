@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import msgspec
 
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import exists, is_folder, sha256_text
+from annie_quant.core.files import exists, is_folder, sha256_text, write_text
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.conversations import row_of
 from annie_quant.data.duplicates import DuplicateFinder
@@ -45,6 +46,11 @@ class FileRow(dict[str, Any]):
     def __init__(self, row: Row, place: str) -> None:
         super().__init__(row)
         self.place = place
+
+
+def store_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON lines."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def place_of(row: Row) -> str:
@@ -219,13 +225,11 @@ def check_prompt_hash(
         first = row["messages"][0]
         prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1
-        if (
-            provenance.get("teacher") == "log"
-        ):  # each log has its own prompt; the persona's is in the provenance
-            prompt = current if provenance.get("prompt_sha256") == sha256_text(current) else prompt
-        if prompt != current or (
-            provenance.get("prompt_sha256") or sha256_text(prompt)
-        ) != sha256_text(current):
+        recorded = provenance.get("prompt_sha256") or sha256_text(prompt)
+        is_current = recorded == sha256_text(current)
+        # Each log has its own prompt; the persona's is in the provenance.
+        is_log = provenance.get("teacher") == "log" and bool(provenance.get("prompt_sha256"))
+        if not is_current or not (is_log or prompt == current):
             stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None

@@ -36,6 +36,7 @@ DAYS_AHEAD = 40  # of dates after or before today
 DATE_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y%m%d")
 TIME_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%H%M")
 MOMENT_FORMATS = ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S")
+STATED_FORMATS = {"date-time": MOMENT_FORMATS, "date": DATE_FORMATS, "time": TIME_FORMATS}
 WRITTEN_FORMATS = {  # as descriptions write them
     "yyyy-mm-ddthh:mm": "%Y-%m-%dT%H:%M",
     "yyyy-mm-dd hh:mm": "%Y-%m-%d %H:%M",
@@ -149,8 +150,8 @@ class ValueDrawer:
         root: Schema,
         rng: random.Random,
         split: str,
-        rules: PromptRules = NO_RULES,
-        about: str = "",
+        rules: PromptRules,
+        about: str,
     ) -> None:
         self.root = root
         self.rng = rng
@@ -203,9 +204,9 @@ class ValueDrawer:
     def knows(self, name: str) -> bool:
         """Return whether the name says what its values are."""
         last = words_of(name)[-1:]
-        moments = {*VALUES.dates, *VALUES.times, *VALUES.moments}
-        listed = moments.union(VALUES.people, VALUES.codes, VALUES.units_words)
-        return not listed.isdisjoint(last) or self._entry(name) is not None
+        listed = (*VALUES.dates, *VALUES.times, *VALUES.moments)
+        listed += (*VALUES.people, *VALUES.codes, *VALUES.units_words)
+        return not set(last).isdisjoint(listed) or self._entry(name) is not None
 
     def note_fields(self, names: Sequence[str]) -> None:
         """Take the quantity that is measured from names and values of a result."""
@@ -373,25 +374,23 @@ class ValueDrawer:
 
     def _moment_formats(self, node: Schema, name: str, description: str) -> tuple[str, ...]:
         """Return the formats that a date or a time may have; none for another text."""
-        stated = node.get("format")
+        if node.get("format") is not None:
+            return STATED_FORMATS.get(str(node["format"]), ())
         lower = description.lower()
-        written = next((form for text, form in WRITTEN_FORMATS.items() if text in lower), None)
-        if stated is None and written is not None:
-            return (written, *DATE_FORMATS, *TIME_FORMATS)
-        last = words_of(name)[-1:]
-        bounds = {word for pair in VALUES.ordered for word in pair}
-        said = words_of(description) if set(last) & bounds else []
-        is_day = bool({*last, *said} & {*VALUES.dates})
-        is_time = bool({*last, *said} & {*VALUES.times})
-        if stated == "date-time" or (stated is None and set(last) & {*VALUES.moments}):
+        for text, written in WRITTEN_FORMATS.items():
+            if text in lower:
+                return (written, *DATE_FORMATS, *TIME_FORMATS)
+        last = set(words_of(name)[-1:])
+        if not last.isdisjoint(VALUES.moments):
             return MOMENT_FORMATS
-        if stated == "date" or (stated is None and is_day):
+        is_bound = any(not last.isdisjoint(pair) for pair in VALUES.ordered)
+        said = last.union(words_of(description)) if is_bound else last
+        if not said.isdisjoint(VALUES.dates):
             return DATE_FORMATS
-        if stated == "time" or (stated is None and is_time):
+        if not said.isdisjoint(VALUES.times):
             return TIME_FORMATS
-        if stated is None and set(last) & {*VALUES.open_bounds}:
-            return DATE_FORMATS
-        return DATE_FORMATS if stated is None and words_of(name) in STAYS else ()
+        is_day = not last.isdisjoint(VALUES.open_bounds) or words_of(name) in STAYS
+        return DATE_FORMATS if is_day else ()
 
     def _moment(self, name: str) -> datetime.datetime:
         """Return a date near today and a time in the opening hours; long ago for a birthday, before today for a report."""
@@ -409,18 +408,20 @@ class ValueDrawer:
         return datetime.datetime.combine(day, time)
 
     def _word(self, node: Schema, name: str) -> str:
+        """Return a text by the schema's format, else by the property's name, else a topic."""
         rng = self.rng
         kind = node.get("format")
         words = words_of(name)
+        last = words[-1] if words else ""
         who = rng.choice(WORDS.names[self.split])
-        if kind == "email" or "email" in words or words[-1:] == ["mail"]:
+        if kind == "email" or "email" in words or last == "mail":
             return f"{who.lower()}{rng.randint(1, 99)}@example.org"
         if kind in ("uri", "url") or {*words} & {"url", "uri", "link", "website"}:
             return f"https://example.org/{who.lower()}/{rng.randint(1, 999)}"
         entry = self._entry(name if words else str(kind or ""))
         if kind in ("uuid", "ipv4", "hostname"):
             entry = _ENTRIES[kind]
-        is_code = words[-1:] and words[-1] in VALUES.codes
+        is_code = last in VALUES.codes
         if entry is not None and entry.texts and not is_code:
             german = entry.texts_de if self.rules.language == "de" else ()
             return self._with_digits(rng.choice(german or entry.texts))
@@ -429,7 +430,7 @@ class ValueDrawer:
             return f"{name[:1].upper() or 'N'}-{number}"
         if words == ["from"] or (words == ["to"] and self.travels):
             return rng.choice(_ENTRIES["city"].texts)
-        if words[-1:] and words[-1] in VALUES.people:
+        if last in VALUES.people:
             return who
         if entry is not None and entry.low is not None:
             return str(self._number({}, "integer", name))
@@ -476,11 +477,11 @@ class ValueDrawer:
             result |= schema
             properties |= schema.get("properties", {})
             required += schema.get("required", ())
-        return result | {
-            key: value
-            for key, value in (("properties", properties), ("required", required))
-            if value
-        }
+        if properties:
+            result["properties"] = properties
+        if required:
+            result["required"] = required
+        return result
 
 
 def _without(node: Schema, key: str) -> JsonObject:

@@ -93,8 +93,6 @@ class Source:
 
 def conversation_of(record: object) -> Conversation:
     """Return the conversation of a chat request, with its answer where the record has one. Raises Unusable with the reason."""
-    if isinstance(record, list):
-        record = {"messages": record}
     if not isinstance(record, dict):
         raise Unusable("not a JSON object")
     return _read_envelope(record, CHAT)

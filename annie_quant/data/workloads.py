@@ -38,6 +38,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import is_folder, read_json, sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
+from annie_quant.data.conversations import tool_names
 from annie_quant.data.prompt_rules import rules_of
 from annie_quant.data.tool_exchanges import (
     DrawnCall,
@@ -199,43 +200,38 @@ def gate_documents(
 
     max_tokens: of an answer; None: usual for templates.
     """
-    for document in _documents(persona, n, seed):
-        if document.cases:
-            limit = max_tokens or (GENERATED_MAX_TOKENS if persona.is_built_in else OWN_MAX_TOKENS)
-            yield msgspec.structs.replace(document, max_tokens=limit)
-
-
-def _documents(persona: Persona, n: int, seed: int) -> Iterator[WorkloadFile]:
     drawn, _ = with_drawn_tools(persona, GATE_SPLIT)
-    if drawn.tools:
-        yield _document(
-            persona,
-            "tool_calls",
-            ("tool_call", "tool_arguments"),
-            _cases(n, seed, _call_case, drawn),
-        )
-        parallel = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _parallel_case, drawn)
-        if parallel:
-            yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
-        results = _cases(max(MIN_RARE_CASES, n // TALK_SHARE), seed, _result_case, drawn)
-        yield _document(persona, "tool_results", ("recall",), results)
-    yield _document(persona, "no_tool", ("abstention",), _cases(n, seed, _no_tool_case, persona))
-    yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
+    n_rare = max(MIN_RARE_CASES, n // TALK_SHARE)
+    with_tools = (
+        ("tool_calls", n, _call_case, ("tool_call", "tool_arguments")),
+        ("parallel_calls", n_rare, _parallel_case, ("tool_selection", "tool_values")),
+        ("tool_results", n_rare, _result_case, ("recall",)),
+    )
+    others = (
+        ("no_tool", n, _no_tool_case, ("abstention",)),
+        ("talk", n // TALK_SHARE, _talk_case, ()),
+    )
+    usual = GENERATED_MAX_TOKENS if persona.is_built_in else OWN_MAX_TOKENS
+    for who, kinds in ((drawn, with_tools if drawn.tools else ()), (persona, others)):
+        for name, n_cases, draw, gates in kinds:
+            cases = _cases(n_cases, seed, draw, who)
+            if cases:
+                yield _document(persona, name, gates, cases, max_tokens or usual)
 
 
 def _document(
-    persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]
+    persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile], max_tokens: int
 ) -> WorkloadFile:
     named = gates if has_labels(cases) else ()
     asks = any("logged" in (case.expect or {}) for case in cases)
     informative = ["logged_tool"] if asks else []
+    source = ", made from the tools' schemas" if persona.tools else ""
     return WorkloadFile(
         name=name,
-        description=f"{name.replace('_', ' ')} of {persona.name}"
-        + ", made from the tools' schemas" * bool(persona.tools),
+        description=f"{name.replace('_', ' ')} of {persona.name}{source}",
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
-        max_tokens=GENERATED_MAX_TOKENS,
+        max_tokens=max_tokens,
         gates=[*named, *informative, *NAMED_REFERENCE_GATES],
         informative=informative,
         cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
@@ -257,7 +253,8 @@ def _cases(
     rng = random.Random(f"{seed}:{draw.__name__}")
     cases: list[CaseFile] = []
     prompts: set[str] = set()
-    skipped = repeats = 0
+    skipped = 0
+    repeats = 0
     for _ in range(n * MAX_CASE_ATTEMPTS):
         if len(cases) == n:
             break
@@ -268,10 +265,9 @@ def _cases(
             prompts.add(key)
             cases.append(case)
             repeats = 0
-        elif (
-            repeats == MAX_REPEATS
-        ):  # of a tool with few prompts, such as one without arguments: the next one's turn
-            skipped, repeats = skipped + 1, 0
+        elif repeats == MAX_REPEATS:  # the next tool's turn: this one has few prompts
+            skipped += 1
+            repeats = 0
     return cases
 
 
@@ -291,22 +287,23 @@ def _exchange_with(
 
 
 def _call_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
-    exchange = _exchange(persona, rng, index, 1)
+    return _case_of_calls(persona, _exchange(persona, rng, index, 1))
+
+
+def _case_of_calls(persona: Persona, exchange: ToolExchange | None) -> CaseFile | None:
+    """Return the case of a request for one or two calls.
+
+    Where the prompt's own rules decide about calls, the case has no label: the calls that the request
+    asks for are in it as a log has them, which inform and decide nothing.
+    """
     if exchange is None:
         return None
-    if is_conditional(persona):
-        return _prompt(exchange.user, _asked_for(exchange))
-    return _prompt(exchange.user, expected_call(exchange.calls[0]))
-
-
-def is_conditional(persona: Persona) -> bool:
-    """Return whether the prompt's own rules decide about calls, so that no prompt has a label."""
-    return not persona.is_built_in and rules_of(persona).conditional
-
-
-def _asked_for(exchange: ToolExchange) -> dict[str, object]:
-    """Return the calls that a prompt asks for, as a log has them: they inform and decide nothing."""
-    return {"logged": {"calls": [call.name for call in exchange.calls]}}
+    calls = exchange.calls
+    if not persona.is_built_in and rules_of(persona).conditional:
+        return _prompt(exchange.user, {"logged": {"calls": [call.name for call in calls]}})
+    if len(calls) == 1:
+        return _prompt(exchange.user, expected_call(calls[0]))
+    return _prompt(exchange.user, {"calls": [{c.name: allowed(c.arguments)} for c in calls]})
 
 
 def expected_call(call: DrawnCall) -> dict[str, object]:
@@ -318,14 +315,7 @@ def expected_call(call: DrawnCall) -> dict[str, object]:
 
 
 def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
-    exchange = _exchange(persona, rng, index, 2)
-    if exchange is None:
-        return None
-    if is_conditional(persona):
-        return _prompt(exchange.user, _asked_for(exchange))
-    return _prompt(
-        exchange.user, {"calls": [{call.name: allowed(call.arguments)} for call in exchange.calls]}
-    )
+    return _case_of_calls(persona, _exchange(persona, rng, index, 2))
 
 
 def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
@@ -335,7 +325,7 @@ def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile |
     if not persona.is_built_in:
         messages = up_to_result(persona, exchange)
         return CaseFile(id=0, messages=messages)
-    results = [call.as_result() for call in exchange.calls]
+    results = [exchange.calls[0].as_result()]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
     return CaseFile(
         id=0, turns=[exchange.user, {"results": results}], expect={"turns": [{}, expected]}
@@ -411,7 +401,7 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
         raise UsageError(f"there is no ladder {axis!r}", f"choose of {', '.join(LADDER_LEVELS)}")
     battery = judge.load_workloads([BATTERY])[0]
     own = () if persona is None else persona.tools
-    names = {tool["function"]["name"] for tool in own}
+    names = tool_names(own)
     shared = battery.tools if isinstance(battery.tools, tuple) else ()
     tools = (*own, *(tool for tool in shared if tool["function"]["name"] not in names))
     base = persona or Persona(name="Annie", system_prompt=battery.system or "")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -107,7 +106,6 @@ class RateLimited(Exception):
 
 
 MAX_AVOID = 30  # earlier texts that a prompt lists as not to be repeated
-_FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)
 
 
 @dataclass
@@ -200,7 +198,6 @@ def _object(required: list[str], **properties: JsonObject) -> JsonObject:
 def conversations(answer: object) -> Iterator[AnswerObject]:
     """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
     if isinstance(answer, str):
-        answer = _FENCE.sub("", answer)
         decoder = json.JSONDecoder()
         at = 0
         while (at := answer.find("{", at)) >= 0:

@@ -74,12 +74,16 @@ class ClaudeCli(PromptedTeacher):
     def command(self, schema: JsonObject) -> list[str]:
         """Return the argument list of one batch."""
         argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
-        if "--max-turns" in self.flags:
-            argv += (
-                ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
-            )
-        argv += ["--json-schema", json.dumps(schema)] if "--json-schema" in self.flags else []
-        return argv + ["--no-session-persistence"] * ("--no-session-persistence" in self.flags)
+        takes_schema = "--json-schema" in self.flags
+        optional = {
+            "--max-turns": ["3" if takes_schema else "1"],
+            "--json-schema": [json.dumps(schema)],
+            "--no-session-persistence": [],
+        }
+        for flag, values in optional.items():
+            if flag in self.flags:
+                argv += [flag, *values]
+        return argv
 
     def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
         code, out, err = run_program(self.command(schema), prompt, self.options.timeout_s)

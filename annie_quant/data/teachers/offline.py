@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
+from annie_quant.data.conversations import tool_names
 from annie_quant.data.teachers import Options, TeacherBatch
 from annie_quant.data.tool_exchanges import (
     NO_ARGUMENTS_HINT,
@@ -92,7 +93,7 @@ class Offline:
                 "thinking": False,
             }
             # Annie's two tools are offered only where one is called.
-            offered = {t["function"]["name"] for t in persona.tools}
+            offered = {*tool_names(persona.tools)}
             if has_call or (offered and offered != {*ANNIE_TOOLS} - {None}):
                 row["tools"] = [dict(t) for t in persona.tools]
             yield row
@@ -110,13 +111,13 @@ class Offline:
             for _ in range(category.turns):
                 messages += draw_exchange(persona, category.tool, rng, self.split).messages()
             return messages, True
-        if category.name == "abstention" and (
-            refusal := impossible_request(persona, rng, self.split)
-        ):
-            return [
-                {"role": "user", "content": refusal[0]},
-                {"role": "assistant", "content": refusal[1]},
-            ], False
+        if category.name == "abstention":
+            refusal = impossible_request(persona, rng, self.split)
+            if refusal is not None:
+                user, reply = refusal
+                messages.append({"role": "user", "content": user})
+                messages.append({"role": "assistant", "content": reply})
+                return messages, False
         if category.name == "multi_turn":
             turns = exchanges.conversation(rng, self.split)
         else:

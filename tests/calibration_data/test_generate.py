@@ -10,6 +10,7 @@ import pytest
 from annie_quant.core.errors import UsageError
 from annie_quant.data import CATEGORIES, generate, load_persona, validate
 from annie_quant.data.row_rules import faults
+from annie_quant.data.teachers.offline import Offline
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,16 @@ def test_a_set_with_too_few_good_rows_is_not_ok(rows):
     assert not result.ok and result.valid == 333
     assert not validate([r for r in rows if r["category"] == "greeting"]).ok
     assert not validate([]).ok
+
+
+def test_exactly_four_fifths_of_the_conversations_are_enough(monkeypatch):
+    drawn = Offline.conversations
+
+    def without_facts(self, persona, category, n, seed):
+        if category.name == "factual":
+            return iter(())
+        return drawn(self, persona, category, n, seed)
+
+    monkeypatch.setattr(Offline, "conversations", without_facts)
+    result = generate("annie", n=5)
+    assert result.ok and result.valid == 4

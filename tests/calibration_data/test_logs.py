@@ -320,7 +320,7 @@ def test_any_file_is_read_to_its_end(tmp_path_factory, lines):
 )
 def test_calls_that_are_none_are_named(calls, reason):
     with pytest.raises(Unusable, match=reason):
-        conversation_of([USER, {"role": "assistant", "tool_calls": calls}])
+        conversation_of({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
 
 
 def test_tools_in_all_their_spellings():

@@ -338,6 +338,8 @@ class EvalOptions:
     quick: bool = False
     calib_data: Path | None = None
     rows: Annotated[int | None, opt.at_least(1)] = None
+    prompt_tokens: opt.PromptTokens = None
+    cached_tokens: opt.CachedTokens = 0
     output: Path | None = None
     allow_prompt_mismatch: opt.AllowMismatch = False
     as_json: opt.AsJson = False
@@ -355,6 +357,9 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
     from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
 
+    prompt = first_token.Prompt(options.prompt_tokens, options.cached_tokens)
+    if prompt != first_token.Prompt():
+        prompt.within(ModelFolder(checkpoint))
     workloads = resolve(options.persona, options.workloads)
     for note in (
         *check_calibration(options.calib_data, options.persona, options.allow_prompt_mismatch),
@@ -385,7 +390,8 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         result = evaluation.run(job, step, console.note)
     speed = decode_speed.predict_if_readable(job.checkpoint)
     if options.as_json:
-        ttft = first_token.predict_folder(ModelFolder(job.checkpoint)) if speed else None
+        folder = ModelFolder(job.checkpoint)
+        ttft = first_token.predict_folder(folder, prompt=prompt) if speed else None
         more = {
             "notes": [*job.faults, *result.notes],
             "predicted": speed,
@@ -397,7 +403,8 @@ def evaluate(checkpoint: Path, /, *, options: EvalOptions) -> None:
         predicted = []
         if speed:
             predicted.append(decode_speed.describe(speed))
-            predicted.append(first_token.describe_folder(ModelFolder(job.checkpoint)))
+            folder = ModelFolder(job.checkpoint)
+            predicted.append(first_token.describe_folder(folder, prompt=prompt))
         predicted += draft_speed.describe_evaluation(job.checkpoint, result)
         for line in (*result.notes, *_summary_lines(result), *predicted):
             console.note(line)

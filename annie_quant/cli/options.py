@@ -52,6 +52,16 @@ WorkloadNames = Annotated[
 AllowMismatch = Annotated[
     bool, Parameter(help="Accept data that was made for another system prompt.")
 ]
+PromptTokens = Annotated[
+    int | None,
+    Parameter(help="Prompt whose time to the first token is predicted. Default: 2048."),
+    at_least(1),
+]
+CachedTokens = Annotated[
+    int,
+    Parameter(help="Of these, tokens that the server has from an earlier request."),
+    at_least(0),
+]
 PerGate = Annotated[int, Parameter(help="Prompts per gate.", validator=validators.Number(gte=1))]
 KeyVariable = Annotated[
     str | None, Parameter(help="Environment variable with the API key of the servers.")

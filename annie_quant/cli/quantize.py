@@ -28,8 +28,10 @@ from annie_quant.cli.options import (
     POSITIVE,
     AllowMismatch,
     AsJson,
+    CachedTokens,
     Force,
     PersonaName,
+    PromptTokens,
     at_least,
     keywords_of,
 )
@@ -66,8 +68,6 @@ class QuantizeOptions:
         max_ttft_ms: best: milliseconds to the first token at most, as predicted for --device and --prompt-tokens.
         device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
             where it was measured, else gb10.
-        prompt_tokens: Prompt whose time to the first token is predicted. Default: 2048.
-        cached_tokens: Of these, tokens that the server has from an earlier request.
         seed: Same seed, same bytes.
         output: Folder of the new checkpoint.
         dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
@@ -92,8 +92,8 @@ class QuantizeOptions:
     max_loss: Annotated[float | None, POSITIVE] = None
     max_ttft_ms: Annotated[float | None, POSITIVE] = None
     device: str | None = None
-    prompt_tokens: Annotated[int | None, at_least(1)] = None
-    cached_tokens: Annotated[int, at_least(0)] = 0
+    prompt_tokens: PromptTokens = None
+    cached_tokens: CachedTokens = 0
     seed: int = 0
     output: Path
     force: Force = False
@@ -224,8 +224,6 @@ class ServeOptions:
         port: Port on this machine.
         use: A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
         write_recipe: Write the recipe as YAML (sparkrun) and exit.
-        prompt_tokens: Prompt whose time to the first token --dry-run predicts. Default: 2048.
-        cached_tokens: Of these, tokens that the server has from an earlier request.
         context: Tokens per conversation at most. Default: the recipe's.
         streams: Conversations at once at most. Default: the recipe's.
         memory_share: Share of the memory that the server reserves. Default: the recipe's.
@@ -238,8 +236,8 @@ class ServeOptions:
     port: Annotated[int, PORT] = 8000
     use: str | None = None
     write_recipe: Path | None = None
-    prompt_tokens: Annotated[int | None, at_least(1)] = None
-    cached_tokens: Annotated[int, at_least(0)] = 0
+    prompt_tokens: PromptTokens = None
+    cached_tokens: CachedTokens = 0
     context: Annotated[int | None, at_least(1)] = None
     streams: Annotated[int | None, at_least(1)] = None
     memory_share: Annotated[float | None, POSITIVE] = None

@@ -130,7 +130,7 @@ def run(
     if part.external and (scale or kv_cache != "none"):
         raise UsageError(
             f"{part.name} chooses block scales and the KV cache itself: --scale and --kv-cache are not for it",
-            "name a configuration with them, such as general/ptq/nvfp4_default-kv_fp8",
+            "a configuration of ModelOpt may have them: --strategy modelopt --set config=general/ptq/nvfp4_default-kv_fp8",
         )
     # What needs no library is reported before libraries and the model are loaded.
     check_output(job.output, force, (source, job.calib_data, adapter))

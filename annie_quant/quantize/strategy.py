@@ -210,7 +210,7 @@ class Strategy:
     conservative: a search tries it next when a checkpoint answers gibberish.
     limits: returns the limits of its options, or None where they state none.
     any_family: it takes a family that is not known, although it computes single layers of the known ones.
-    external: another library quantizes, which chooses block scales and the KV cache itself.
+    recipe_option: where another library quantizes, the option that names its recipe; else "".
     modelopt_options: of the `modelopt` strategy, by which ModelOpt runs this recipe (--engine modelopt); empty where it has none.
     """
 
@@ -227,8 +227,13 @@ class Strategy:
     limits: Callable[[Any], Limits | None] = lambda options: None
     conservative: bool = False
     any_family: bool = False
-    external: bool = False
+    recipe_option: str = ""
     modelopt_options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def external(self) -> bool:
+        """Return whether another library quantizes, which chooses block scales and the KV cache itself."""
+        return bool(self.recipe_option)
 
     @property
     def needs_family(self) -> bool:

@@ -243,6 +243,38 @@ def test_eval_passes_its_batch_size_to_the_evaluation(
         )
 
 
+def test_eval_predicts_the_first_token_of_the_prompt_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="evaluating needs torch")
+    from command_line import CliRunner
+
+    from annie_quant.offline import evaluation
+
+    def run(*_: object) -> SimpleNamespace:
+        verdict = SimpleNamespace(verdict="keeps")
+        return SimpleNamespace(verdict=verdict, notes=[], blocking=[], to_dict=dict)
+
+    monkeypatch.setattr(evaluation, "run", run)
+    command = ["eval", str(TINY_ANNIE), "--reference", str(TINY_ANNIE), "--json"]
+    times = []
+    for words in (["512"], ["1024"], ["1024", "--cached-tokens", "512"]):
+        done = CliRunner().invoke(cli, [*command, "--prompt-tokens", *words])
+        assert done.exit_code == 0, done.output
+        predicted = json.loads(done.stdout)["predicted_first_token"]
+        times.append((predicted["prompt_tokens"], predicted["cached_tokens"], predicted["ms"]))
+    assert [row[:2] for row in times] == [(512, 0), (1024, 0), (1024, 512)]
+    assert times[0][2] < times[2][2] < times[1][2]
+    for words, message in (
+        (["--prompt-tokens", "1000000"], "its context is"),
+        (["--cached-tokens", "5000"], "5,000 cached of"),
+    ):
+        done = CliRunner().invoke(cli, [*command, *words])
+        assert isinstance(done.exception, UsageError) and message in done.exception.message
+    done = CliRunner().invoke(cli, [*command, "--prompt-tokens", "0"])
+    assert done.exit_code == 2 and "Must be >= 1" in done.output
+
+
 @pytest.mark.parametrize(
     "words",
     [

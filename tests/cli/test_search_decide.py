@@ -185,6 +185,11 @@ def test_what_only_activations_lose():
     assert search_diagnosis.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
 
 
+# Other libraries are tried with --strategies, by a recipe's name.
+LIBRARIES = {"autoround", "llmcompressor", "modelopt"}
+OWN = sorted(set(quantize.available()) - LIBRARIES)
+
+
 @pytest.mark.parametrize("model", [TINY_ANNIE, ROOT / "annie_quant/assets/tiny-moe"])
 def test_the_order_is_that_of_bytes_per_token(model):
     order, notes = search.frontier_order(model, every=True)
@@ -196,7 +201,7 @@ def test_the_order_is_that_of_bytes_per_token(model):
     )
     named = [name for name in order if "@" not in name]
     budgets = {name: float(name.partition("@")[2]) for name in order if "@" in name}
-    assert sorted(named) == sorted(quantize.available())
+    assert sorted(named) == OWN
     # What the dry run predicts, and before it the smallest budget: a 4-bit head.
     read = {
         n: estimates.estimate(model, n, rates=SPARK_RATES).speed.read_bytes / 1e9 for n in named
@@ -220,7 +225,7 @@ def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_pat
 
     monkeypatch.setattr(search, "budgets", refuse)
     order, notes = search.frontier_order(TINY_ANNIE, every=False)
-    assert sorted(order) == sorted(quantize.available())
+    assert sorted(order) == OWN
     assert notes == ["best under budgets is not tried: no linear can be quantized"]
 
 
@@ -235,6 +240,9 @@ def test_chosen_strategies_may_have_budgets():
         ("naive@1", "only `best`"),
         ("best@", "GB"),
         ("best@nan", "GB"),
+        ("naive:rtn", "only another library has recipes"),
+        ("modelopt:", "only another library has recipes"),
+        ("libraryx:rtn", "no strategy called 'libraryx'"),
     ):
         with pytest.raises(UsageError, match=message):
             search.chosen_order([name])
@@ -342,7 +350,7 @@ def numerics_result(gates):
     )
 
 
-def search_tables(tmp_path, monkeypatch, tables, every=False, required=()):
+def search_tables(tmp_path, monkeypatch, tables, every=False, required=(), **limits):
     def measure_size(self, row):
         row.model_sha256 = (tables[row.strategy] or {}).get("sha256", "")
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
@@ -355,7 +363,12 @@ def search_tables(tmp_path, monkeypatch, tables, every=False, required=()):
     monkeypatch.setattr(search_diagnosis, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
     settings = search.SearchSettings(
-        model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every, required=required
+        model=tmp_path,
+        calib_data=tmp_path,
+        output=tmp_path,
+        every=every,
+        required=required,
+        **limits,
     )
     new = search.Search(stages, settings, list(tables), judge.load_workloads())
     new.try_strategies()
@@ -517,3 +530,64 @@ def test_prompts_that_no_checkpoint_can_keep_are_named_before_the_search():
     (note,) = search.too_few_prompts({"tool_call": gate_row("tool_call", 20, 20)})
     name = wording.title("tool_call")
     assert note.startswith(f"TOO FEW PROMPTS: without one changed answer {name} (n = 20)")
+
+
+# ---- other libraries, and the time to the first token
+
+
+def test_several_recipes_of_a_library_are_searched_at_once():
+    names = ["gptq", "modelopt:NVFP4_AWQ_LITE_CFG", "modelopt:general/ptq/nvfp4_default-kv_fp8"]
+    assert search.chosen_order(names) == names
+    with pytest.raises(UsageError, match="modelopt:a/b and modelopt:a-b have one folder"):
+        search.chosen_order(["modelopt:a/b", "modelopt:a-b"])
+
+
+def test_a_recipe_is_an_option_and_names_a_folder(tmp_path, monkeypatch):
+    calls = []
+
+    def run(strategy, model, output, **options):
+        calls.append((strategy, output.name, options))
+        return quantize.QuantizeResult(strategy, str(output), 1.0, 1, 1, 1)
+
+    monkeypatch.setattr(quantize, "run", run)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 8)
+    limits = {"max_ttft_ms": 200.0, "prompt_tokens": 4096, "cached_tokens": 0, "device": "gb10"}
+    stages = Stages(
+        RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole(), best_options=limits
+    )
+    for name in ("modelopt:general/ptq/x", "llmcompressor:gptq", "best", "naive"):
+        stages.quantize(name)
+    strategies, folders, options = zip(*calls, strict=True)
+    assert strategies == ("modelopt", "llmcompressor", "best", "naive")
+    assert folders == ("modelopt-general-ptq-x", "llmcompressor-gptq", "best", "naive")
+    assert options[0]["config"] == "general/ptq/x" and options[1]["recipe"] == "gptq"
+    assert limits.items() <= options[2].items() and "max_ttft_ms" not in options[3]
+
+
+def test_a_checkpoint_whose_first_token_is_too_late_is_not_chosen(tmp_path, monkeypatch):
+    """The predictions are 279 ms."""
+    kept = {"all": both(tool_call=(99, 100))}
+    tables = {"naive": kept, "mlp_only": kept}
+    result, _ = search_tables(tmp_path, monkeypatch, tables, max_ttft_ms=250.0)
+    assert result.chosen is None
+    assert [row.outcome for row in result.strategies] == ["too slow", "too slow"]
+    assert result.strategies[0].why == ["first token after 279 ms as predicted, at most 250"]
+    assert not result.strategies[0].numerics  # it is not evaluated
+    result, _ = search_tables(tmp_path, monkeypatch, tables, max_ttft_ms=250.0, every=True)
+    assert result.chosen is None and result.strategies[0].numerics
+    result, _ = search_tables(tmp_path, monkeypatch, tables, max_ttft_ms=280.0)
+    assert result.chosen == "naive"
+
+
+def test_the_prompt_of_a_search_fits_the_model(tmp_path):
+    for options, message in (
+        ({"prompt_tokens": 10**6}, "its context is"),
+        ({"prompt_tokens": 100, "cached_tokens": 100}, "100 cached of 100 prompt tokens"),
+    ):
+        settings = search.SearchSettings(
+            model=TINY_ANNIE, calib_data=tmp_path, output=tmp_path / "run", **options
+        )
+        with pytest.raises(UsageError, match=message):
+            search.run(settings, SilentConsole())
+    assert not (tmp_path / "run").exists()

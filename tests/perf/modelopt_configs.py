@@ -57,6 +57,7 @@ def calibration_batches(model: Path, config: str, data: Path, samples: int, work
     """Return the configuration and the batches that our command gives ModelOpt."""
     import torch
 
+    from annie_quant.quantize import external
     from annie_quant.quantize.calibration_text import (
         longest_per_row,
         read_answers,
@@ -71,7 +72,7 @@ def calibration_batches(model: Path, config: str, data: Path, samples: int, work
     read = read_whole_conversations if found.is_max_only else read_answers
     rows = list(longest_per_row(read(job, SILENT).samples).values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return found, modelopt.text_batches(rows, device, seed=0)
+    return found, external.text_batches(rows, device, seed=0)
 
 
 def by_plain_script(

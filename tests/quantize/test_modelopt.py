@@ -17,7 +17,7 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.quantize import strategies
+from annie_quant.quantize import external, strategies
 from annie_quant.quantize.strategies import modelopt
 
 torch = pytest.importorskip(
@@ -111,13 +111,13 @@ def test_the_engine_of_a_strategy_is_modelopts_configuration_of_its_recipe() -> 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=60), min_size=1, max_size=30))
 def test_batches_hold_every_row_once_and_repeat_only_its_own_tokens(rows: list[list[int]]) -> None:
-    batches = modelopt.text_batches(rows, "cpu", seed=3)
+    batches = external.text_batches(rows, "cpu", seed=3)
     held = []
     for batch in batches:
         for ids, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
-            length = sum(label != modelopt.IGNORED_LABEL for label in labels)
+            length = sum(label != external.IGNORED_LABEL for label in labels)
             held.append(ids[:length])
-            assert labels == ids[:length] + [modelopt.IGNORED_LABEL] * (len(ids) - length)
+            assert labels == ids[:length] + [external.IGNORED_LABEL] * (len(ids) - length)
             assert ids == [ids[i % length] for i in range(len(ids))]
     assert sorted(held) == sorted(rows)
 

@@ -22,7 +22,10 @@ class SearchSettings:
         calib_data: JSON lines of conversations.
         output: Run directory; finished steps are not repeated.
         every: Evaluate every strategy on all prompts, also after one that keeps.
-        strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: best, also under budgets.
+        strategies: Names in the order to try; best@1.5: at most 1.5 GB per token; modelopt:NVFP4_AWQ_LITE_CFG,
+            llmcompressor:gptq, autoround:light: another library's recipe. Default: best, also under budgets.
+        max_ttft_ms: Milliseconds to the first token at most, as predicted for a GB10: of every checkpoint, and the
+            limit under which best chooses formats.
         required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
         seeds: Calibration draws in which a strategy must keep.
         samples: Conversations to calibrate with.
@@ -50,6 +53,9 @@ class SearchSettings:
     samples: Annotated[int, opt.at_least(1), Parameter(name="--calib-samples")] = 128
     calib_tokens: Annotated[int | None, opt.at_least(1)] = None
     answers: Literal["own", "given"] = "own"
+    max_ttft_ms: Annotated[float | None, opt.POSITIVE] = None
+    prompt_tokens: opt.PromptTokens = None
+    cached_tokens: opt.CachedTokens = 0
     allow_prompt_mismatch: AllowMismatch = False
     anyway: bool = False
     dry_run: bool = False

@@ -27,9 +27,16 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli.pipeline import SearchSettings, search_text
 from annie_quant.cli.pipeline import search_diagnosis as diagnosis
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
+from annie_quant.cli.pipeline.stages import (
+    AuditResult,
+    NamedStrategy,
+    Stages,
+    drawn,
+    file_name,
+    offline_prompts,
+)
 from annie_quant.core import host
-from annie_quant.core.errors import AnnieError, DiskFull
+from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
 from annie_quant.data import behaviours, check_prompt_hash
@@ -51,6 +58,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
 
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
+    prompt_of(settings)
     directory = RunDirectory(settings.output)
     stale = check_prompt_hash(
         settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch
@@ -69,6 +77,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
             work,
             settings.calib_tokens,
             settings.answers,
+            best_options(settings),
         )
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]
@@ -84,11 +93,30 @@ def plan(settings: SearchSettings, console: Console) -> list[str]:
     """Return the time and memory that a search would take, as lines; nothing is written."""
     from annie_quant.cli.pipeline import search_plan
 
+    prompt_of(settings)
     order, notes = order_of(settings)
     workloads = resolve(settings.persona, settings.workloads)
     notes += mixture_notes(settings, workloads)
     with console.task("estimate") as progress:
         return [*notes, *search_plan.dry_run(settings, order, workloads, progress)]
+
+
+def prompt_of(settings: SearchSettings) -> first_token.Prompt:
+    """Return the prompt whose time to the first token is predicted. Raises UsageError for one that the model cannot take."""
+    prompt = first_token.Prompt(settings.prompt_tokens, settings.cached_tokens)
+    return prompt if prompt == first_token.Prompt() else prompt.within(ModelFolder(settings.model))
+
+
+def best_options(settings: SearchSettings) -> dict[str, object]:
+    """Return the options by which `best` keeps the limits of a search."""
+    if settings.max_ttft_ms is None:
+        return {}
+    return {
+        "max_ttft_ms": settings.max_ttft_ms,
+        "prompt_tokens": settings.prompt_tokens or 0,
+        "cached_tokens": settings.cached_tokens,
+        "device": "gb10",
+    }
 
 
 def mixture_notes(settings: SearchSettings, workloads: Sequence[Workload]) -> list[str]:
@@ -106,19 +134,23 @@ def order_of(settings: SearchSettings) -> tuple[list[str], list[str]]:
 
 def chosen_order(strategies: Sequence[str]) -> list[str]:
     """Return the strategies that the user chose. Raises UsageError for an unknown one, or for a budget that it cannot have."""
+    files = dict[str, str]()
     for name in strategies:
-        find(with_budget(name)[0])
+        find(NamedStrategy.of(name).name)
+        same = files.setdefault(file_name(name), name)
+        if same != name:
+            raise UsageError(f"{same} and {name} have one folder", "search one of them at a time")
     return list(strategies)
 
 
 def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
     """Return `best` and its budgets by predicted bytes per token, and notes on what is not tried.
 
-    every: the other strategies, too. Of equal bytes the cheapest to make is first.
+    every: the other strategies of this package, too. Of equal bytes the cheapest to make is first.
     """
     folder = ModelFolder(model)
     notes = list[str]()
-    points = [(strategy_read_bytes(folder, s), s.name) for s in by_rank()]
+    points = [(strategy_read_bytes(folder, s), s.name) for s in by_rank() if not s.external]
     try:
         under = [(read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
@@ -198,7 +230,7 @@ class Search:
             if row.passed and not self.settings.every:
                 return
             if row.incoherent:  # R46: the quantization is too aggressive
-                waiting.sort(key=lambda name: not find(with_budget(name)[0]).conservative)
+                waiting.sort(key=lambda name: not find(NamedStrategy.of(name).name).conservative)
         if self.result.chosen is None:
             self.result.seconds = self.spent_s()
 
@@ -230,12 +262,21 @@ class Search:
             )
         row.audit = audit.summary
         row.loads = audit.loads
+        slow = self.too_slow(row)
+        if slow:
+            row.outcome = "too slow"
+            row.why = [slow]
+            row.path.append(slow)
         if fault:
             row.outcome = "unsound checkpoint"
             row.why = [fault]
             row.path.append(f"audit → {fault}")
-        else:
+        elif not slow or self.settings.every:
             self.evaluate(row)
+        if slow and row.passed:
+            row.passed = False
+            row.outcome = "too slow"
+            row.why = [slow]
         row.seconds = round(self.spent_s() - before_s, 1)
         return row
 
@@ -249,7 +290,20 @@ class Search:
         speed = decode_speed.predict(shards, gb10)
         row.read_bytes = speed.read_bytes
         row.predicted_tok_s = speed.tok_s
-        row.predicted_first_token = first_token.predict_folder(shards, device=gb10)
+        prompt = prompt_of(self.settings)
+        row.predicted_first_token = first_token.predict_folder(shards, device=gb10, prompt=prompt)
+
+    def too_slow(self, row: documents.StrategyRow) -> str:
+        """Return that a checkpoint's first token comes later than the search allows; "" where it does not."""
+        limit = self.settings.max_ttft_ms
+        if limit is None:
+            return ""
+        predicted = row.predicted_first_token
+        if predicted is None:
+            return "no time to the first token is predicted for its formats"
+        if predicted.ms <= limit:
+            return ""
+        return f"first token after {predicted.ms:,.0f} ms as predicted, at most {limit:,.0f}"
 
     def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

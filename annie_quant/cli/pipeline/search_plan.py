@@ -9,7 +9,7 @@ from pathlib import Path
 
 from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.search_text import duration
-from annie_quant.cli.pipeline.stages import offline_prompts, with_budget
+from annie_quant.cli.pipeline.stages import NamedStrategy, offline_prompts
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.progress import Progress
 from annie_quant.judge import Workload
@@ -69,7 +69,7 @@ def dry_run(
     answered = False
     for name in order:
         progress.message(name)
-        strategy, _ = with_budget(name)
+        strategy = NamedStrategy.of(name).name
         done: list[str] = []
         if strategy in measured:
             done += STEPS_OF_STRATEGY
@@ -90,7 +90,7 @@ def plan_strategy(
     done: Collection[str] = (),
 ) -> PlannedStrategy:
     """Return what one strategy takes. done: steps that an earlier one has done."""
-    strategy, _ = with_budget(name)
+    strategy = NamedStrategy.of(name).name
     try:
         estimate = estimates.estimate(
             settings.model,

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +40,7 @@ from annie_quant.judge import Workload
 from annie_quant.judge.decision import FAILING
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.ops import llama_cpp, server
+from annie_quant.quantize.strategies import find
 from annie_quant.quantize.strategy import AnswerSource
 
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
@@ -81,6 +84,7 @@ class Stages:
 
     calib_tokens: tokens of a conversation at most; None: the model's context.
     answers: what strategies that read answers are calibrated on (quantize.run).
+    best_options: of `best`, in addition to the defaults.
     work: folder of the measurements that several budgets of a strategy share; None: they share none.
     rows: the stages so far, in order.
     """
@@ -95,6 +99,7 @@ class Stages:
         work: Path | None = None,
         calib_tokens: int | None = None,
         answers: AnswerSource = "own",
+        best_options: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.dir = directory
         self.console = console
@@ -108,6 +113,7 @@ class Stages:
         self.rows: list[documents.Stage] = []
         self.calib_tokens = calib_tokens
         self.answers: AnswerSource = answers
+        self.best_options = best_options
         self.work = work
 
     def stage(
@@ -162,8 +168,13 @@ class Stages:
         self, strategy: str, draw: int = 0, chosen: Mapping[str, Any] | None = None
     ) -> StageResult:
         """Quantize. strategy: with a budget or without one. chosen: the strategy's options that are not its defaults."""
-        plain, budget = with_budget(strategy)
+        named = NamedStrategy.of(strategy)
+        plain = named.name
+        budget = named.budget_bytes
         options: dict[str, Any] = {"answers": self.answers} | dict(chosen or {})
+        options |= named.options
+        if plain == "best":
+            options |= self.best_options
         if budget is not None:
             device = decode_speed.DEVICES["gb10"]
             read = decode_speed.token_bytes(ModelFolder(self.model), budget)
@@ -246,6 +257,7 @@ class Stages:
         from annie_quant.offline.evaluation import run
         from annie_quant.offline.pair import EvaluationJob
 
+        name = file_name(name)
         output = f"eval/{name}.json"
 
         def work(progress: Progress) -> StageResult:
@@ -276,6 +288,33 @@ class Stages:
         return inputs | {"answers": self.answers}
 
 
+@dataclass(frozen=True)
+class NamedStrategy:
+    """A strategy as a search names it: best@1.5, or modelopt:NVFP4_AWQ_LITE_CFG.
+
+    budget_bytes: of weights per token; None without one.
+    options: the recipe of another library.
+    """
+
+    name: str
+    budget_bytes: float | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> NamedStrategy:
+        """Return the strategy of a name. Raises UsageError for a budget or a recipe that it cannot have."""
+        name, colon, recipe = text.partition(":")
+        if not colon:
+            return cls(*with_budget(text))
+        option = find(name).recipe_option
+        if not option or not recipe:
+            raise UsageError(
+                f"{text}: only another library has recipes",
+                "for example modelopt:NVFP4_AWQ_LITE_CFG, llmcompressor:gptq or autoround:light",
+            )
+        return cls(name, options={option: recipe})
+
+
 def with_budget(name: str) -> tuple[str, float | None]:
     """Return the strategy of a name such as "best@1.5", and its budget: bytes of weights per token, None without one.
 
@@ -295,9 +334,15 @@ def with_budget(name: str) -> tuple[str, float | None]:
     return strategy, budget
 
 
+def file_name(name: str) -> str:
+    """Return the name of a search's strategy as the name of a file or folder."""
+    return re.sub("[:/]", "-", name)
+
+
 def drawn(strategy: str, draw: int) -> str:
     """Return the name of a strategy's calibration draw in a run directory."""
-    return f"{strategy}-draw{draw}" if draw else strategy
+    name = file_name(strategy)
+    return f"{name}-draw{draw}" if draw else name
 
 
 def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:

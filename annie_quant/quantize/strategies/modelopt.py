@@ -8,40 +8,40 @@ Calibration by the largest value alone reads whole conversations, as `naive` doe
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import importlib.util
 import inspect
-import io
-import random
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-
-from annie_quant import checkpoint
-from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.linears import HEAD, all_linears
-from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside
-from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError, need
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.progress import Progress
 from annie_quant.models import aliases, family_or_default
-from annie_quant.models.formats import E2M1_BITS, NVFP4_AWQ
+from annie_quant.models.formats import E2M1_BITS
+from annie_quant.quantize.external import (
+    Library,
+    TextBatch,
+    load_source,
+    move_checkpoint,
+    quantize_by,
+    reason_of,
+    rows_of,
+    silence,
+    text_batches,
+)
 from annie_quant.quantize.formats import excluded
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, described
 
+LIBRARY = Library("ModelOpt", "modelopt", "nvidia-modelopt", 'pip install "annie-quant[quantize]"')
 # Algorithms that compute nothing with rounded numbers. ModelOpt rounds to NVFP4 on a GPU only.
 MAX_ONLY = {"max"}
-IGNORED_LABEL = -100  # of transformers' loss
 RECIPE_FOLDERS = ("ptq", "auto_quantize", "qad")
-_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-MAX_NOTED = 3
 CLOSE_NAMES = 3
 
 
@@ -204,37 +204,6 @@ def load_recipe(name: str, file: Path) -> Any:
         raise UsageError(f"{name}: ModelOpt refuses the recipe: {reason_of(error)}") from error
 
 
-# ---- the text
-
-
-@dataclass(frozen=True)
-class TextBatch:
-    """Rows of tokens that ModelOpt computes together, int64 [B, T] each.
-
-    ids: shorter rows repeat their own tokens, so that nothing but natural text is observed.
-    labels: the same tokens, and IGNORED_LABEL for repeated ones.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-
-
-def text_batches(rows: Sequence[Sequence[int]], device: str, seed: int) -> list[TextBatch]:
-    """Return the rows in batches of similar lengths, in random order."""
-    from annie_quant.quantize.shared_text import PASS_COSTS, divide
-
-    ordered = sorted(rows, key=lambda row: (len(row), tuple(row)))
-    lengths = [len(row) for row in ordered]
-    batches = []
-    for part in divide(lengths, _BATCH_TOKENS[device], PASS_COSTS[device].extra_pass):
-        width = lengths[part][-1]
-        ids = np.stack([np.resize(np.asarray(row, np.int64), width) for row in ordered[part]])
-        real = np.arange(width) < np.array(lengths[part])[:, None]
-        batches.append(TextBatch(ids, np.where(real, ids, IGNORED_LABEL)))
-    random.Random(seed).shuffle(batches)
-    return batches
-
-
 # ---- running ModelOpt
 
 
@@ -245,21 +214,13 @@ class ModelOptRun:
         self, job: Job[ModeloptOptions], batches: Sequence[TextBatch], progress: Progress
     ) -> None:
         import torch
-        import transformers
-
-        from annie_quant.offline.loading import one_line_errors
-        from annie_quant.quantize.backend import device_kind
 
         self.options = job.options
         self.patterns = exclusion_patterns(job)
         self.progress = progress
         self.family = family_or_default(ModelFolder(job.model).config)
         self.mtq: Any = need("modelopt.torch.quantization", "quantize")
-        with one_line_errors(job.model):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                job.model, dtype="auto", trust_remote_code=False
-            )
-        self.model = model.eval().to(device_kind())
+        self.model = load_source(job.model)
         parameters = inspect.signature(type(self.model).forward).parameters
         self.few_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.batches = [
@@ -373,20 +334,6 @@ def exclusion_patterns(job: Job[ModeloptOptions]) -> list[str]:
     return patterns
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Keep ModelOpt's reports and warnings from the terminal, whose standard output belongs to the command."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its name."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def check_machine(configuration: Configuration) -> None:
     """Raise EnvironmentFault where ModelOpt cannot run a configuration on this machine."""
     from annie_quant.quantize.backend import device_kind
@@ -415,13 +362,9 @@ def check_options(configuration: Configuration, options: ModeloptOptions) -> Non
 
 
 def plan_modelopt(job: Job[ModeloptOptions], progress: Progress) -> QuantizationPlan:
-    """Let ModelOpt quantize and export, and return what is in the sound checkpoint, which write_modelopt moves to its place."""
+    """Let ModelOpt quantize and export, and return what is in the sound checkpoint."""
     from annie_quant.quantize.backend import device_kind
-    from annie_quant.quantize.calibration_text import (
-        longest_per_row,
-        read_answers,
-        read_whole_conversations,
-    )
+    from annie_quant.quantize.calibration_text import read_answers, read_whole_conversations
 
     model_type = str(ModelFolder(job.model).config.get("model_type"))
     configuration = find_configuration(job.options.config, model_type)
@@ -430,79 +373,18 @@ def plan_modelopt(job: Job[ModeloptOptions], progress: Progress) -> Quantization
     exclusion_patterns(job)
     read = read_whole_conversations if configuration.is_max_only else read_answers
     text = read(job, progress)
-    rows = list(longest_per_row(text.samples).values())
-    folder = exported_folder(job)
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    version = need("modelopt", "quantize").__version__
-    progress.message(f"{configuration.name} by ModelOpt {version}")
-    export = folder.with_name("export")
-    try:
-        with silence():
-            run = ModelOptRun(job, text_batches(rows, device_kind(), job.seed), progress)
-            if configuration.search is not None:
-                run.search(configuration)
-            else:
-                run.quantize(configuration.quantize or {})
-            run.export(export)
-    except AnnieError:
-        raise
-    except Exception as error:
-        raise EnvironmentFault(
-            f"{configuration.name}: ModelOpt {version} stopped: {reason_of(error)}",
-            "another configuration, or --engine own with --strategy naive, mlp_only or awq_lite",
-        ) from error
-    del run
-    notes = [
-        f"{configuration.name} by ModelOpt {version}",
-        *repaired(export, job.model, folder, job.output),
-    ]
-    model = dialects.read(ModelFolder(folder))
-    formats = {name: linear.stored_format(model.folder) for name, linear in model.linears.items()}
-    plan = QuantizationPlan.of(formats)
-    plan.calibration = text.use
-    plan.notes = notes
-    return plan
 
+    def write(export: Path) -> None:
+        batches = text_batches(rows_of(text), device_kind(), job.seed)
+        run = ModelOptRun(job, batches, progress)
+        if configuration.search is not None:
+            run.search(configuration)
+        else:
+            run.quantize(configuration.quantize or {})
+        run.export(export)
 
-def exported_folder(job: Job[ModeloptOptions]) -> Path:
-    """Return the folder in which a job's checkpoint is made."""
-    return job.work_folder() / "modelopt" / "checkpoint"
-
-
-def repaired(export: Path, source: Path, folder: Path, output: Path) -> list[str]:
-    """Audit ModelOpt's export, and put it, or a repaired copy of it, into `folder`. Return what was repaired or cannot be.
-
-    output: where the checkpoint will be, for the notes.
-    """
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(inside(source, source / name), export / name)
-    audit = checkpoint.audit(export, source=source)
-    findings = audit.findings
-    notes: list[str] = []
-    # Servers do not load a linear called NVFP4_AWQ, whose scales are folded; a repair writes the formats that are there.
-    named = (export / "hf_quant_config.json").read_text()
-    if findings or f'"{NVFP4_AWQ}"' in named:
-        with contextlib.suppress(AnnieError):  # a layout that is not repaired keeps its findings
-            result = checkpoint.repair(export, source, folder)
-            findings = result.remaining
-            actions = result.actions
-            more = f"; and {len(actions) - MAX_NOTED} more" if actions[MAX_NOTED:] else ""
-            notes.append(f"repaired: {'; '.join(actions[:MAX_NOTED])}{more}")
-    if not folder.exists():
-        export.rename(folder)
-    if findings:
-        notes.append(
-            f"not sound, {len(findings)} findings such as: {findings[0].message} "
-            f"(annie-quant audit {output} --source {source})"
-        )
-    return notes
-
-
-def write_modelopt(job: Job[ModeloptOptions], plan: QuantizationPlan, progress: Progress) -> None:
-    """Move the checkpoint into the output folder."""
-    for file in sorted(exported_folder(job).iterdir()):
-        shutil.move(file, job.output / file.name)
+    hint = "another configuration, or --engine own with --strategy naive, mlp_only or awq_lite"
+    return quantize_by(LIBRARY, configuration.name, job, text, progress, write, hint)
 
 
 STRATEGY = Strategy(
@@ -513,7 +395,7 @@ STRATEGY = Strategy(
     cost=Cost(rank=95, passes=22, encode=20, reads_answers=True),
     plan=plan_modelopt,
     options=ModeloptOptions,
-    write=write_modelopt,
+    write=move_checkpoint,
     requires=("torch", "transformers", "modelopt"),
-    external=True,
+    recipe_option="config",
 )

@@ -19,7 +19,7 @@ CONTRACTIONS = {
     "'ve": " have",
     "'d": " would",
 }
-_CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
+_CONTRACTION = re.compile(rf"(?:{'|'.join(CONTRACTIONS)})\b")
 TextFeature = str | tuple[str, str]
 
 
@@ -50,9 +50,8 @@ class DuplicateFinder:
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
         self._texts: list[tuple[str, frozenset[TextFeature]]] = []
         self._exact: dict[frozenset[TextFeature], str] = {}
-        self._index: defaultdict[TextFeature, list[int]] = defaultdict(
-            list
-        )  # feature of a prefix → indices in _texts
+        # feature of a prefix → indices in _texts
+        self._index: defaultdict[TextFeature, list[int]] = defaultdict(list)
         for name, text in texts:
             self.add(name, text)
 

@@ -350,11 +350,12 @@ def choose_persona(
     notes = []
     if prompt is None:
         prompt, n = next(iter(sample.prompts.most_common(1)), ("", 0))
-        notes.append(
-            f"the system prompt is the most frequent one of the logs ({n} of {sample.pool.n} conversations)"
-            if prompt
-            else "the logs have no system prompt: the persona has an empty one; --prompt FILE gives it"
+        note = (
+            "the logs have no system prompt: the persona has an empty one; --prompt FILE gives it"
         )
+        if prompt:
+            note = f"the system prompt is the most frequent one of the logs ({n} of {sample.pool.n} conversations)"
+        notes.append(note)
     elif not prompt.strip():
         notes.append("the system prompt is empty")
     before = scanner.counts.total()
@@ -364,11 +365,13 @@ def choose_persona(
             "the system prompt has a secret in it: it is masked, so it differs from production's"
         )
     tools = sources.tools if sources.tools is not None else list(sample.tools.values())
-    if not tools and (tools := inferred_tools(sample)):
-        notes.append(
-            f"the logs call {len(tools)} tools and list none: their schemas are inferred from the calls; "
-            "--tools FILE gives the real ones"
-        )
+    if not tools:
+        tools = inferred_tools(sample)
+        if tools:
+            notes.append(
+                f"the logs call {len(tools)} tools and list none: their schemas are inferred from the calls; "
+                "--tools FILE gives the real ones"
+            )
     functions = tuple(
         {"type": "function", "function": scanner.masked(t["function"])} for t in tools
     )

@@ -49,9 +49,10 @@ def draw_result(
     reads = bool(words) and words[0] in REQUESTS.read_verbs
     if not fields and reads:
         fields = _asked_for(words[1:], arguments)
-    result = {
-        name: value for name, value in arguments.items() if not isinstance(value, (list, dict))
-    }
+    result: JsonObject = {}
+    for name, value in arguments.items():
+        if not isinstance(value, (list, dict)):
+            result[name] = value
     texts = [value for value in result.values() if isinstance(value, str)]
     drawer.note_fields([*result, *fields, *texts])
     for name in fields:
@@ -60,9 +61,8 @@ def draw_result(
             result[name] = drawer.not_before(value, arguments.values())
     noun = "_".join(words[1:]) or "_".join(words)
     if not fields and f"{noun}_id" not in result:
-        result[f"{noun}_id"] = (
-            f"{noun[:1].upper()}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
-        )
+        number = WORDS.first_order[split] + rng.randint(0, 9999)
+        result[f"{noun}_id"] = f"{noun[:1].upper()}-{number}"
     elif not fields:
         result["completed"] = True
     drawer.put_in_order(result)
@@ -83,11 +83,9 @@ def _field_value(drawer: ValueDrawer, name: str, known: JsonObject) -> object:
             return value
     for ending in ("s", "en", "e"):
         singular = name.removesuffix(ending)
-        if (
-            singular != name
-            and not drawer.knows(name)
-            and (ending == "s" or drawer.knows(singular))
-        ):
+        if singular == name or drawer.knows(name):
+            continue
+        if ending == "s" or drawer.knows(singular):
             values = {drawer.result_value(singular) for _ in range(LIST_LENGTH)}
             return sorted(values, key=str)
     return drawer.result_value(name)

@@ -142,7 +142,8 @@ class PromptedTeacher:
     ) -> TeacherBatch:
         reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(persona, category))
         answers = conversations(reply.value if reply.value is not None else reply.text)
-        rows = [row for answer in answers if (row := to_row(answer, persona, category)) is not None]
+        candidates = [to_row(answer, persona, category) for answer in answers]
+        rows = [row for row in candidates if row is not None]
         if not rows:
             start = f"it begins with {reply.text[:60]!r}" if reply.text else "it is empty"
             reason = "it is truncated" if reply.truncated else start
@@ -165,14 +166,12 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
     turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
     return render_text(
         "teacher.txt",
-        **{
-            "persona": persona,
-            "category": category,
-            "count": count,
-            "tool": tool,
-            "avoid": avoid[-MAX_AVOID:],
-            "confirmed": category.tool in rules_of(persona).confirmed,
-        },
+        persona=persona,
+        category=category,
+        count=count,
+        tool=tool,
+        avoid=avoid[-MAX_AVOID:],
+        confirmed=category.tool in rules_of(persona).confirmed,
         form={"conversations": [{"turns": [turn]}]},
     )
 

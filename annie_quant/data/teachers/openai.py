@@ -34,9 +34,7 @@ class OpenAi(PromptedTeacher):
             )
         self.model = model
         self.batch_size = options.batch_size
-        self.answered = (
-            False  # whether a server has answered; a later failure to connect is repeated
-        )
+        self.answered = False  # once a server has answered, a failure to connect is repeated
 
     def first_model(self) -> str | None:
         """Return the first model of /v1/models.

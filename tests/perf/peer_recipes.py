@@ -2,8 +2,9 @@
 
     PYTHON tests/perf/peer_recipes.py ROW MODEL OUTPUT --text FILE --conversations FILE --samples 128 --seed 0
 
---text: one token sequence per line, for the peers. --conversations, --samples: the same text for our strategies. The last line of
-the output is the seconds and CPU seconds of the recipe: after imports, with loading the model and writing the checkpoint.
+--text: one token sequence per line, for ModelOpt. --conversations, --samples: the same text for all strategies of this package, by
+which llm-compressor and AutoRound run too: their environments also need what this package imports. The last line of the output is
+the seconds and CPU seconds of the recipe: after imports, with loading the model and writing the checkpoint.
 """
 
 from __future__ import annotations
@@ -60,27 +61,6 @@ def use_faster_deltanet() -> None:
     modeling.torch_chunk_gated_delta_rule = rule
 
 
-def use_causal_attention() -> None:
-    """Let torch's attention take a padding mask of integers, which AutoRound 0.16.1 passes to layers of full attention, as causal.
-
-    torch refuses such a mask. The padding is on the right, so causal attention alone keeps real tokens from seeing it.
-    """
-    import torch
-
-    theirs = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-        if (
-            attn_mask is not None
-            and not attn_mask.dtype.is_floating_point
-            and attn_mask.dtype != torch.bool
-        ):
-            attn_mask, options["is_causal"] = None, True
-        return theirs(query, key, value, attn_mask=attn_mask, **options)
-
-    torch.nn.functional.scaled_dot_product_attention = attention
-
-
 # Each recipe imports its libraries and returns the work that is timed.
 Work = Callable[[], Any]
 
@@ -99,45 +79,6 @@ def ours(arguments: argparse.Namespace, strategy: str, **settings: Any) -> Work:
             seed=arguments.seed,
             **settings,
         )
-
-    return work
-
-
-def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
-    """Return llm-compressor's GPTQ with its defaults, or with AWQ before it and Red Hat's damping for that."""
-    import torch
-    import transformers
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-
-    if not torch.cuda.is_available():
-        torch.Tensor.pin_memory = lambda tensor: (
-            tensor
-        )  # AWQ pins its inputs, which torch refuses without a GPU
-    gptq = {"targets": "Linear", "scheme": "NVFP4", "ignore": list(UNQUANTIZED)}
-    recipe = (
-        [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)]
-        if awq
-        else [GPTQModifier(**gptq)]
-    )
-
-    def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=arguments.dtype
-        ).to(arguments.device)
-        ids = [torch.tensor(batch) for batch in batches(arguments.text, arguments.batch)]
-        loader = torch.utils.data.DataLoader(
-            [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids], batch_size=None
-        )
-        oneshot(
-            model=model,
-            dataset=loader,
-            recipe=recipe,
-            num_calibration_samples=len(ids),
-            processor=transformers.AutoTokenizer.from_pretrained(arguments.model),
-        )
-        model.save_pretrained(arguments.output, save_compressed=True)
 
     return work
 
@@ -278,66 +219,7 @@ def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
     return work
 
 
-def auto_round(
-    arguments: argparse.Namespace, *, extension: bool = False, light: bool = False
-) -> Work:
-    """Return AutoRound's NVFP4 scheme with its default 200 steps, batches of 8, 128 sequences and learning rates.
-
-    light: the settings of its `auto-round-light`, 50 steps with a learning rate of 0.005.
-
-    It takes sequences of one length: shorter ones are padded on the right with the padding token, which its loss leaves out. The
-    sequences are evenly spread over all.
-    """
-    import torch
-    import transformers
-    from auto_round import AutoRound
-
-    use_causal_attention()
-
-    def work() -> None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
-        if tokenizer.pad_token_id is None:  # SmolLM2's; the mask hides it
-            tokenizer.pad_token = tokenizer.eos_token
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=arguments.dtype
-        ).to(arguments.device)
-        sequences = [json.loads(line) for line in arguments.text.read_text().splitlines()]
-        count = min(128, len(sequences) // 8 * 8)
-        sequences = [sequences[i * len(sequences) // count] for i in range(count)]
-        width = max(map(len, sequences))
-        ids = torch.full((len(sequences), width), tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, seen, sequence in zip(ids, mask, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence)
-            seen[: len(sequence)] = 1
-        rounder = AutoRound(
-            model,
-            tokenizer,
-            scheme="NVFP4",
-            dataset=[
-                {"input_ids": i, "attention_mask": m}
-                for i, m in zip(ids.split(8), mask.split(8), strict=True)
-            ],
-            iters=50 if light else 200,
-            lr=5e-3 if light else None,
-            nsamples=len(ids),
-            seqlen=width,
-            seed=arguments.seed,
-            device_map=arguments.device,
-            ignore_layers="lm_head,in_proj_a,in_proj_b",
-            enable_alg_ext=extension,
-        )
-        rounder.quantize_and_save(str(arguments.output), format="llm_compressor")
-        for folder in [
-            f for f in arguments.output.iterdir() if f.is_dir()
-        ]:  # it writes MODEL-nvfp-w4g16
-            for file in folder.iterdir():
-                file.rename(arguments.output / file.name)
-            folder.rmdir()
-
-    return work
-
-
+# llm-compressor's AWQ takes a CUDA device. GPTQ has the library's own damping here.
 RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "naive": lambda a: ours(a, "naive"),
     "gptq": lambda a: ours(a, "gptq"),
@@ -351,11 +233,10 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "ModelOpt AutoQuantize 5": lambda a: model_opt_formats(a, 5),
     "ModelOpt AutoQuantize 6": lambda a: model_opt_formats(a, 6),
     "ModelOpt AutoQuantize 7": lambda a: model_opt_formats(a, 7),
-    "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
-    "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),
-    "AutoRound light": lambda a: auto_round(a, light=True),
-    "AutoRound": lambda a: auto_round(a),
-    "AutoRound with extension": lambda a: auto_round(a, extension=True),
+    "llm-compressor GPTQ": lambda a: ours(a, "llmcompressor", damping=0.01),
+    "llm-compressor AWQ + GPTQ": lambda a: ours(a, "llmcompressor", recipe="awq_gptq"),
+    "AutoRound light": lambda a: ours(a, "autoround", recipe="light"),
+    "AutoRound": lambda a: ours(a, "autoround", recipe="default"),
 }
 
 

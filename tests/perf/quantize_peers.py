@@ -67,7 +67,6 @@ ROWS = {
     "llm-compressor AWQ + GPTQ": LLM_COMPRESSOR,
     "AutoRound light": AUTO_ROUND,
     "AutoRound": AUTO_ROUND,
-    "AutoRound with extension": AUTO_ROUND,
 }
 NUMERICS = ("w4a4", "w4a16")
 MEASURES = ("kl", "flips", "decision_kl", "decision_flips")

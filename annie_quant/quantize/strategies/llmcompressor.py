@@ -23,8 +23,8 @@ LIBRARY = Library(
     name="llm-compressor",
     module="llmcompressor",
     distribution="llmcompressor",
-    install="pip install annie-quant llmcompressor, in an environment of its own: "
-    "it wants transformers 5.15 to 5.17, and ModelOpt (annie-quant[quantize]) an earlier one",
+    install='pip install llmcompressor && pip install "transformers<5.15" '
+    "(it asks for 5.15 to 5.17, this package and ModelOpt for less; it was run with 5.14.1)",
 )
 RECIPES = ("rtn", "gptq", "awq", "awq_gptq")
 

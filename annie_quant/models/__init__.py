@@ -34,6 +34,8 @@ NOT_COMPUTED = {
     "qwen4_exp_text": "Qwen3.8-Flash-Next",
     "gemma4": "Gemma 4",
     "gemma4_text": "Gemma 4",
+    "gemma4_unified": "Gemma 4",
+    "gemma4_unified_text": "Gemma 4",
 }
 
 

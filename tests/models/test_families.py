@@ -285,7 +285,7 @@ def test_the_families_name_every_linear_of_transformers_own_model(kind: str) -> 
         assert shape[0] == 4 and 16 in (shape[1] // len(linears), shape[2])
 
 
-@pytest.mark.parametrize("kind", ["qwen4_exp", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["qwen4_exp", "gemma4_text", "gemma4_unified"])
 def test_a_published_model_without_a_family_is_recognised_and_refused(kind: str) -> None:
     with pytest.raises(CheckpointError, match=f"{kind}.*is recognised, and its layers are not"):
         models.family_of({"model_type": kind})

@@ -549,15 +549,17 @@ def _sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
         parts = ["nothing could be tested"]
     elif not parts:
         rest = "" if either else f" and fix {worst.won} ({noise})"
-        parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers{rest}"]
+        which = "all tested factors" if end.untested else "all factors"
+        parts = [f"{start}: {which} together break {worst.lost} of {worst.n} answers{rest}"]
     innocent = [
         f
         for f, e in effects.items()
         if len(f) == 1 and not e.broken and f[0] not in {*sum(end.causes, ())}
     ]
-    return "; ".join(
-        [*parts, *(f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent)]
-    )
+    parts += [f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent]
+    if end.untested:
+        parts.append(f"not tested: {', '.join(map(title, end.untested))}")
+    return "; ".join(parts)
 
 
 def blamed(cause: Factors) -> str:

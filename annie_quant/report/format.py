@@ -74,14 +74,15 @@ def size(size_bytes: float | None) -> str:
 
 
 def first_token(predicted: PredictedFirstToken | None) -> str:
-    """Return "279 (226 to 362) at 2,048 tokens, NVIDIA GB10"."""
+    """Return "279 (226 to 362) at 2,048 tokens, NVIDIA GB10"; without an interval "at least 279 ..."."""
     if predicted is None:
         return DASH
     low = predicted.low_ms
     high = predicted.high_ms
-    range_text = "" if low is None or high is None else f" ({count(low)} to {count(high)})"
     where = f"{count(predicted.prompt_tokens)} tokens, {predicted.device}"
-    return f"{count(predicted.ms)}{range_text} at {where}"
+    if low is None or high is None:
+        return f"at least {count(predicted.ms)} at {where}"
+    return f"{count(predicted.ms)} ({count(low)} to {count(high)}) at {where}"
 
 
 def p_value(value: float | None) -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MOST_CONVERSATIONS = 10_000
 LADDER_PROMPTS = 25  # per level, with --n 0
+PREFILL_WORKLOAD = "first_token"  # the workload whose lines the terminal prints
 
 
 @Parameter(name="*")
@@ -154,6 +155,8 @@ def bench(options: BenchOptions) -> None:
     else:
         console.print_lines(tables.verdict_lines(verdict, console.width))
         console.print_lines(["", *tables.served_lines(done.aggregates.served, console.width)])
+        if PREFILL_WORKLOAD in done.config.workloads:
+            console.print_lines(tables.prefill_lines(done.aggregates.prefill, console.width))
         console.print_lines(tables.reason_lines(verdict, console.width))
         console.print_report(result["report"])
     if compared:

@@ -209,6 +209,24 @@ def served_lines(served: Mapping[str, documents.ServedSide], width: int = WIDTH)
     return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
 
 
+def prefill_lines(
+    prefill: Mapping[str, Sequence[documents.PrefillLine]], width: int = WIDTH
+) -> list[str]:
+    """Return per side and state of its cache the time to the first token over computed tokens."""
+    lines = []
+    for name, of_side in prefill.items():
+        for line in of_side:
+            if line.ms_per_1000 is None or line.start_ms is None:
+                continue
+            text = f"{name}, {line.cache}: first token after {line.start_ms:.0f} ms"
+            text += f" and {line.ms_per_1000:.1f} ms per 1,000 computed tokens"
+            if line.low is not None and line.high is not None:
+                text += f" ({line.low:.1f} to {line.high:.1f})"
+            text += f", {line.fewest_tokens:,} to {line.most_tokens:,} tokens"
+            lines += wrap(text, width)
+    return lines
+
+
 def side_lines(
     columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH
 ) -> list[str]:

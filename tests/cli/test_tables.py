@@ -9,7 +9,7 @@ import pytest
 from annie_quant import judge
 from annie_quant.cli import tables
 from annie_quant.cli.terminal import TerminalConsole
-from annie_quant.documents import OfflineSide, PairedGate
+from annie_quant.documents import OfflineSide, PairedGate, PrefillLine
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, tabulate
 
@@ -155,3 +155,25 @@ def test_a_tree_is_wrapped_under_its_text():
 
 def test_judge_exports_the_rule():
     assert judge.judge_members({}).verdict == "undecided"
+
+
+def test_the_line_of_the_first_token_names_side_cache_slope_and_interval():
+    cold = PrefillLine(
+        cache="cold",
+        n=39,
+        n_prompts=15,
+        fewest_tokens=168,
+        most_tokens=7968,
+        ms_per_1000=9.32,
+        low=7.31,
+        high=12.82,
+        start_ms=18.7,
+    )
+    few = PrefillLine(
+        cache="cached", n=3, n_prompts=1, fewest_tokens=9, most_tokens=9, ms_per_1000=None
+    )
+    (line,) = tables.prefill_lines({"w4a16": [cold, few]}, width=200)
+    assert line == (
+        "w4a16, cold: first token after 19 ms and 9.3 ms per 1,000 computed tokens (7.3 to 12.8), "
+        "168 to 7,968 tokens"
+    )

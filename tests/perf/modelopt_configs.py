@@ -18,6 +18,7 @@ rich, tqdm and nvidia-ml-py, which are there. For Python 3.12:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -201,9 +202,18 @@ def held_out_kl(model: Path, folder: Path, answers: Path) -> dict[str, float]:
             q = torch.log_softmax(logits, -1)
             kl += float((p.exp() * (p - q)).sum(-1).clamp_min(0).double().sum())
             flips += int((p.argmax(-1) != q.argmax(-1)).sum())
+        del quantized
         figures[f"{numerics}_kl"] = kl / tokens
         figures[f"{numerics}_flips"] = flips
     return figures
+
+
+def release_gpu_memory() -> None:
+    """Give torch's unused memory back, for the processes of the next configuration."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def measure(model: Path, config: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -231,6 +241,7 @@ def measure(model: Path, config: str, arguments: argparse.Namespace) -> dict[str
         line["bytes"] = equal_tensors(folders["ours"], folders["plain"])
     if "ours" in folders and arguments.held_out:
         line |= held_out_kl(model, folders["ours"], arguments.held_out)
+        release_gpu_memory()
     if not arguments.keep:
         for folder in folders.values():
             shutil.rmtree(folder)

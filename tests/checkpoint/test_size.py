@@ -71,9 +71,11 @@ def test_every_command_has_the_same_figure(checkpoints, tmp_path):
     expected = aq.checkpoint.audit(quantized).summary.bits_per_weight
     assert aq.checkpoint.compare(source, {"x": quantized}).summary["x"].bits_per_weight == expected
     row = StrategyRow("direct", False, "", [], [], {})
-    Search.measure_size(
-        SimpleNamespace(stages=SimpleNamespace(checkpoint=lambda name: quantized)), row
+    search = SimpleNamespace(
+        stages=SimpleNamespace(checkpoint=lambda name: quantized),
+        settings=SimpleNamespace(prompt_tokens=None, cached_tokens=0),
     )
+    Search.measure_size(search, row)
     assert row.bits_per_weight == expected
     demo = SimpleNamespace(dir=tmp_path, source=lambda side: quantized)
     name = next(name for name, side in SIDES.items() if side.gguf_type != "Q4_K_M")

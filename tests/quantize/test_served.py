@@ -26,13 +26,20 @@ SETTINGS: dict[str, dict] = {
     "awq_lite": {"exclude": ALL_BUT_LAST},
     "best": {"exclude": ALL_BUT_LAST},
     "modelopt": {"config": "NVFP4_DEFAULT_CFG"},
+    "autoround": {"recipe": "rtn", "answers": "given"},
+    "llmcompressor": {"recipe": "rtn", "answers": "given"},
 }
+# Libraries that this package does not install (tests/perf/engines.md has their runs).
+LIBRARIES = {"autoround": "auto_round", "llmcompressor": "llmcompressor"}
 
 
 @pytest.fixture(scope="module", params=sorted(quantize.available()))
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, quantize.QuantizeResult, Path]:
+    if request.param in LIBRARIES:
+        library = LIBRARIES[request.param]
+        pytest.importorskip(library, reason=f"{library} is not installed: it needs other versions")
     output = tmp_path_factory.mktemp("run") / request.param
     settings = {"calib_samples": 2, **SETTINGS.get(request.param, {})}
     with pytest.MonkeyPatch.context() as patch:

@@ -75,7 +75,7 @@ def plan_autoround(job: Job[AutoRoundOptions], progress: Progress) -> Quantizati
         tokenizer: Any = transformers.AutoTokenizer
         rounder = library.AutoRound(
             load_source(job.model),
-            tokenizer.from_pretrained(job.model),
+            tokenizer.from_pretrained(job.model, trust_remote_code=False),
             scheme="NVFP4",
             # Without a mask: of a hybrid model it gives full attention the one of DeltaNet.
             dataset=[

@@ -105,7 +105,7 @@ def plan_llmcompressor(job: Job[LlmCompressorOptions], progress: Progress) -> Qu
             dataset=torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
             recipe=steps,
             num_calibration_samples=len(batches),
-            processor=tokenizer.from_pretrained(job.model),
+            processor=tokenizer.from_pretrained(job.model, trust_remote_code=False),
         )
         model.save_pretrained(export, save_compressed=True)
 

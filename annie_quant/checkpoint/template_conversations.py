@@ -91,7 +91,6 @@ def conversations() -> dict[str, JsonObject]:
         "arguments_as_text": [*START, _calling(_call(json.dumps(PLAIN_ARGUMENTS)))],
         "null_content": [*START, _calling(call, content=None)],
         "text_with_call": [*START, _calling(call, content=TEXT_WITH_CALL)],
-        "thinking_with_call": [*START, thinking_call],
         "two_calls": [*START, _calling(call, second)],
         "openai_id": [*START, _calling(_call(PLAIN_ARGUMENTS, OPENAI_ID)), _result("x", OPENAI_ID)],
     }
@@ -130,7 +129,6 @@ def conversations() -> dict[str, JsonObject]:
         result[name] = {"messages": rows, "tools": TOOLS, "add_generation_prompt": False}
     for name, rows in prompts.items():
         result[name] = {"messages": rows, "tools": TOOLS, "add_generation_prompt": True}
-    result["no_tools"] = {**result["prompt"], "tools": None}
     result["thinking_on"] = {**result["prompt"], "enable_thinking": True}
     result["thinking_off"] = {**result["prompt"], "enable_thinking": False}
     return result

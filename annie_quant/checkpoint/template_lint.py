@@ -113,6 +113,7 @@ _SHOWN_FORMS: dict[CallForm, re.Pattern[str]] = {
     "llama_json": re.compile(r'\{"name": [^}]*"parameters": [^"}]'),
 }
 _TEXT_FORMS = ("qwen_xml", "glm_xml")  # whose values have no quotes
+RESULT_PARTS = "a tool's result in content parts"
 MAX_REASON = 160  # characters
 _MAX_MESSAGE = 400
 
@@ -132,6 +133,19 @@ def _same(value: object, expected: object) -> bool:
 
 def _shortened(value: object) -> str:
     return printable(json.dumps(value, ensure_ascii=False), 60)
+
+
+def _fault(code: str, message: str, line: int) -> Found:
+    return FAULT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
+
+
+def _limit(code: str, message: str, line: int) -> Found:
+    return LIMIT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
+
+
+def _refused(code: str, what: str, reply: Rendered) -> tuple[str, str, int]:
+    """Return code, message and line for a conversation that the template refuses."""
+    return code, f"it refuses {what}: {printable(reply.error, MAX_REASON)}", reply.line
 
 
 class Checker:
@@ -162,38 +176,35 @@ class Checker:
 
     def run(self) -> Iterator[Found]:
         for name in ("start", "answer", "prompt"):
-            error = self.rendered[name]
-            if error.error:
-                yield self.fault(
-                    "template_unusable",
-                    f"it refuses every conversation: {error.error}",
-                    error.line,
-                )
+            reply = self.rendered[name]
+            if reply.error:
+                message = f"it refuses every conversation: {reply.error}"
+                yield _fault("template_unusable", message, reply.line)
                 return
         yield from self.check_tokens()
+        call = self.rendered["call"]
+        result = self.rendered["result"]
         tools_shown = TOOL_NAME in self.rendered["prompt"].text
         if not tools_shown:
             text = "it does not show the tools to the model"
-            yield self.fault("template_tools_ignored", text, self._line("start", 0))
+            yield _fault("template_tools_ignored", text, self.rendered["start"].line_at(0))
         yield from self.check_messages()
         yield from self.check_thinking()
         yield from self.check_prefixes()
         yield from self.check_control_tokens()
+        if tools_shown and call.error:
+            yield _fault(*_refused("template_call_refused", "an assistant's tool call", call))
+            return
+        if result.error:
+            what = "a message of the role tool"
+            yield _fault(*_refused("template_tool_role", what, result))
+        elif tools_shown:
+            yield from self.check_results(result)
         if not tools_shown:
-            if self.rendered["result"].error:
-                yield self.fault(
-                    "template_tool_role", *self.refusal("result", "a message of the role tool")
-                )
             return
-        if self.rendered["call"].error:
-            yield self.fault(
-                "template_call_refused", *self.refusal("call", "an assistant's tool call")
-            )
-            return
-        yield from self.check_results()
         if TOOL_NAME not in self.turn("call"):
             text = "it does not write the tool calls of an assistant's message"
-            yield self.fault("template_call_lost", text, self._line("call", len(self.start)))
+            yield _fault("template_call_lost", text, call.line_at(len(self.start)))
             return
         yield from self.check_form()
         yield from self.check_content()
@@ -226,38 +237,25 @@ class Checker:
         is_text = self.form in _TEXT_FORMS and not typed
         return read_calls(self.turn(name), self.form, None if is_text else TOOLS)[0]
 
-    def _line(self, name: str, offset: int) -> int:
-        return self.rendered[name].line_at(offset)
-
     def _line_of(self, name: str, text: str) -> int:
         """Return the line that wrote a text of the assistant's last message."""
-        offset = self.rendered[name].text.find(text, self._turn_start(name))
-        return self._line(name, max(offset, self._turn_start(name)))
-
-    def fault(self, code: str, message: str, line: int) -> Found:
-        return FAULT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
-
-    def limit(self, code: str, message: str, line: int) -> Found:
-        return LIMIT, TemplateFault(code, printable(message, _MAX_MESSAGE), line or None)
-
-    def refusal(self, name: str, what: str) -> tuple[str, int]:
-        """Return the message for a conversation that the template refuses, and the line of its error."""
         reply = self.rendered[name]
-        return f"it refuses {what}: {printable(reply.error, MAX_REASON)}", reply.line
+        start = self._turn_start(name)
+        return reply.line_at(max(start, reply.text.find(text, start)))
 
     # ---- what the model is shown
 
     def check_tokens(self) -> Iterator[Found]:
         """Check that the tokenizer has the marks of turns; others belong to another model's template."""
-        text = self.rendered["answer"].text
-        marks = dict.fromkeys(_MARK.findall(text))
+        answer = self.rendered["answer"]
+        marks = dict.fromkeys(_MARK.findall(answer.text))
         missing = [
             mark for mark in marks if self.vocabulary and mark.encode() not in self.vocabulary
         ]
         if missing:
             message = f"it writes {', '.join(missing[:3])}, which the tokenizer does not have: it is another model's template"
-            line = self._line("answer", text.find(missing[0]))
-            yield self.fault("template_tokens_unknown", message, line)
+            line = answer.line_at(answer.text.find(missing[0]))
+            yield _fault("template_tokens_unknown", message, line)
 
     def check_form(self) -> Iterator[Found]:
         """Check that calls are written in the form that the parser reads and that the system text shows."""
@@ -266,13 +264,13 @@ class Checker:
         if self.form and not self._read("call"):
             family = self.row.family if self.row is not None else ""
             message = f"it writes the call as {printable(turn.strip(), 80)!r}, which the parser of {family} does not read"
-            yield self.fault("template_form_differs", message, line)
+            yield _fault("template_form_differs", message, line)
         shown_text = self.rendered["prompt"].text
         shown = [form for form, pattern in _SHOWN_FORMS.items() if pattern.search(shown_text)]
         written = [form for form, pattern in _SHOWN_FORMS.items() if pattern.search(turn)]
         if self.form in _SHOWN_FORMS and written and shown and not set(shown) & set(written):
             message = f"it shows the model calls in the form {shown[0]} and writes them in the form {written[0]}"
-            yield self.fault("template_form_differs", message, line)
+            yield _fault("template_form_differs", message, line)
 
     def check_messages(self) -> Iterator[Found]:
         """Check that messages are neither refused nor left out."""
@@ -295,24 +293,24 @@ class Checker:
         for name, code, text, what in cases:
             reply = self.rendered[name]
             if reply.error:
-                yield self.limit(code, *self.refusal(name, what))
+                yield _limit(*_refused(code, what, reply))
             elif text not in reply.text:
-                line = reply.line_at(len(self.rendered["start"].text) - 1)
-                yield self.fault(code, f"it does not show {what}", line)
+                line = reply.line_at(len(self.start) - 1)
+                yield _fault(code, f"it does not show {what}", line)
 
     def check_thinking(self) -> Iterator[Found]:
         """Check that thinking is on by default where the servers' parsers assume it."""
         on = self.rendered["thinking_on"].text
         off = self.rendered["thinking_off"].text
-        default = self.rendered["prompt"].text
+        prompt = self.rendered["prompt"]
         assumes = self.row is not None and self.row.assumes_thinking and THINK in self.source
-        if assumes and on != off and default == off:
+        if assumes and on != off and prompt.text == off:
             message = (
                 "thinking is off unless a request sets enable_thinking, and the servers' reasoning parser assumes "
                 "that it is on: unstreamed answers arrive as reasoning"
             )
-            line = self._line("prompt", len(default) - 1)
-            yield self.fault("template_thinking_default", message, line)
+            line = prompt.line_at(len(prompt.text) - 1)
+            yield _fault("template_thinking_default", message, line)
 
     def check_prefixes(self) -> Iterator[Found]:
         """Check that the prompt of each turn begins with the prompt of the turn before."""
@@ -325,7 +323,7 @@ class Checker:
             while at < len(second.text) and first.text[at] == second.text[at]:
                 at += 1
             message = "the next prompt does not begin with the last one, so prefix caches miss"
-            yield self.limit("template_prefix_changes", message, second.line_at(at))
+            yield _limit("template_prefix_changes", message, second.line_at(at))
             return
 
     def check_control_tokens(self) -> Iterator[Found]:
@@ -334,94 +332,78 @@ class Checker:
         if end and end in CONTROL_TOKENS and CONTROL_TOKENS in reply.text:
             message = f"a tool's result that contains {end} ends the turn: it is written as it is"
             line = reply.line_at(reply.text.find(CONTROL_TOKENS))
-            yield self.limit("template_control_tokens", message, line)
+            yield _limit("template_control_tokens", message, line)
 
     # ---- results
 
-    def check_results(self) -> Iterator[Found]:
-        one = self.rendered["result"]
-        if one.error:
-            yield self.fault(
-                "template_tool_role", *self.refusal("result", "a message of the role tool")
-            )
-            return
-        if one.text.count(RESULTS[0]) != 1:
-            count = one.text.count(RESULTS[0])
+    def check_results(self, one: Rendered) -> Iterator[Found]:
+        """Check that results are shown once, in their order, also in content parts. one: with one result."""
+        count = one.text.count(RESULTS[0])
+        if count != 1:
             message = "it does not show a tool's result"
             if count:
                 message = f"it shows a tool's result {count} times"
             # The turn of the result begins where the conversation without it ends.
             line = one.line_at(len(self.rendered["call"].text))
-            yield self.fault("template_result_lost", message, line)
+            yield _fault("template_result_lost", message, line)
             return
         line = one.line_at(one.text.find(RESULTS[0]))
         parts = self.rendered["result_parts"]
         if parts.error:
-            yield self.fault(
-                "template_result_parts",
-                *self.refusal("result_parts", "a tool's result in content parts"),
-            )
+            yield _fault(*_refused("template_result_parts", RESULT_PARTS, parts))
         elif RESULTS[0] not in parts.text:
-            message = "it does not show a tool's result in content parts"
-            yield self.fault("template_result_parts", message, line)
+            yield _fault("template_result_parts", f"it does not show {RESULT_PARTS}", line)
         two = self.rendered["two_results"]
         places = [two.text.find(text) for text in RESULTS]
         are_once = all(two.text.count(text) == 1 for text in RESULTS)
         if not two.error and not (are_once and places == sorted(places)):
             message = "it does not show each of two results once and in their order"
-            yield self.fault("template_result_lost", message, line)
+            yield _fault("template_result_lost", message, line)
         openai = self.rendered["openai_id"]
-        if openai.error and not self.rendered["result"].error:
-            yield self.limit(
-                "template_call_id", *self.refusal("openai_id", f"the call id {OPENAI_ID}")
-            )
+        if openai.error:
+            yield _limit(*_refused("template_call_id", f"the call id {OPENAI_ID}", openai))
 
     # ---- calls
 
     def check_content(self) -> Iterator[Found]:
         """Check the text next to a call."""
-        if self.rendered["null_content"].error:
-            yield self.fault(
-                "template_null_content", *self.refusal("null_content", "a call with null content")
-            )
+        null = self.rendered["null_content"]
+        if null.error:
+            yield _fault(*_refused("template_null_content", "a call with null content", null))
         elif "None" in self.turn("null_content"):
             line = self._line_of("null_content", "None")
-            yield self.fault("template_null_content", "it writes null content as None", line)
+            yield _fault("template_null_content", "it writes null content as None", line)
         reply = self.rendered["text_with_call"]
         turn = self.turn("text_with_call")
         line = self._line_of("text_with_call", TOOL_NAME)
         if reply.error:
-            yield self.fault(
-                "template_call_text", *self.refusal("text_with_call", "a call with a text")
-            )
+            yield _fault(*_refused("template_call_text", "a call with a text", reply))
         elif TEXT_WITH_CALL not in turn:
             message = "it does not write the text of a message with calls"
-            yield self.fault("template_call_text", message, line)
+            yield _fault("template_call_text", message, line)
         elif turn.find(TEXT_WITH_CALL) > turn.find(TOOL_NAME):
             message = "it writes the text of a message with calls after them, where parsers drop it"
             line = self._line_of("text_with_call", TEXT_WITH_CALL)
-            yield self.fault("template_call_text", message, line)
+            yield _fault("template_call_text", message, line)
 
     def check_several_calls(self) -> Iterator[Found]:
-        if self.rendered["two_calls"].error:
-            yield self.fault(
-                "template_several_calls", *self.refusal("two_calls", "two calls in one message")
-            )
+        reply = self.rendered["two_calls"]
+        if reply.error:
+            yield _fault(*_refused("template_several_calls", "two calls in one message", reply))
             return
         cities = [call.arguments.get("city") for call in self._read("two_calls")]
         if cities != ["Oslo", "Rome"]:
             line = self._line_of("two_calls", TOOL_NAME)
             message = f"of two calls in one message the parser reads {len(cities)}"
-            yield self.fault("template_several_calls", message, line)
+            yield _fault("template_several_calls", message, line)
 
     def check_arguments(self) -> Iterator[Found]:
         """Check values, types and order of arguments, as the parser reads them back."""
         for name, sent in ARGUMENTS.items():
-            if self.rendered[name].error:
-                yield self.fault(
-                    "template_value_changed",
-                    *self.refusal(name, f"the arguments {_shortened(sent)}"),
-                )
+            reply = self.rendered[name]
+            if reply.error:
+                what = f"the arguments {_shortened(sent)}"
+                yield _fault(*_refused("template_value_changed", what, reply))
                 continue
             calls = self._read(name)
             received = calls[0].arguments if calls else {}
@@ -435,15 +417,13 @@ class Checker:
                 got = _shortened(received[key]) if key in received else "nothing"
                 message = f"the argument {key} = {_shortened(value)} is read back as {got}"
                 line = self._line_of(name, key)
-                yield self.fault(
-                    "template_value_changed", message, self._value_line(name, key) or line
-                )
+                yield _fault("template_value_changed", message, self._value_line(name, key) or line)
                 return
         if list(received) != list(sent):
             message = (
                 f"it writes the arguments {', '.join(sent)} in the order {', '.join(received)}"
             )
-            yield self.fault(
+            yield _fault(
                 "template_argument_order", message, self._line_of(name, next(iter(received)))
             )
 
@@ -472,17 +452,18 @@ class Checker:
         if END_TAG in self.turn("end_tag"):
             message = "a value that contains </parameter> ends there for the servers' parsers: the form does not escape tags"
             line = self._line_of("end_tag", END_TAG)
-            yield self.limit("template_end_tag", message, line)
+            yield _limit("template_end_tag", message, line)
 
     def _check_arguments_as_text(self) -> Iterator[Found]:
         name = "arguments_as_text"
-        if self.rendered[name].error:
+        reply = self.rendered[name]
+        if reply.error:
             what = "arguments as JSON text; vLLM and SGLang decode them first, training code often does not"
-            yield self.limit("template_arguments_text", *self.refusal(name, what))
+            yield _limit(*_refused("template_arguments_text", what, reply))
             return
         decoded = self._read("call")[0].arguments
         calls = self._read(name)
         if not calls or not _same(calls[0].arguments, decoded):
             message = "it encodes arguments that are JSON text a second time; vLLM and SGLang decode them first"
             line = self._line_of(name, "Oslo")
-            yield self.limit("template_arguments_text", message, line)
+            yield _limit("template_arguments_text", message, line)

@@ -19,7 +19,7 @@ from annie_quant.cli import app as cli
 from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
-CALLS = ("fault", "Finding", "ShardError", "TemplateFault", "self.fault", "self.limit")
+CALLS = ("fault", "Finding", "ShardError", "TemplateFault", "_fault", "_limit", "_refused")
 KINDS = ("tensor", "input")  # of f"{kind}_scale_bad"
 CODE = re.compile(r"[a-z0-9]+(_[a-z0-9]+)+")
 
@@ -29,14 +29,14 @@ def codes_in(tree: ast.AST, where: str) -> Iterator[str]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.Module):
             continue
-        if isinstance(function, ast.FunctionDef) and f"self.{function.name}" in CALLS:
+        if isinstance(function, ast.FunctionDef) and function.name in CALLS:
             continue  # passes on its caller's code
         for call in ast.walk(function):
             if not isinstance(call, ast.Call) or not call.args:
                 continue
             name, first = ast.unparse(call.func), call.args[0]
-            if name not in CALLS or isinstance(first, ast.Attribute):
-                continue  # another function; a ShardError's own code
+            if name not in CALLS or isinstance(first, ast.Attribute | ast.Starred):
+                continue  # another function; a ShardError's own code; what _refused returns
             if isinstance(first, ast.Constant):
                 yield first.value
             elif isinstance(first, ast.JoinedStr):

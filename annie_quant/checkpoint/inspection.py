@@ -6,6 +6,7 @@ A finding is a fault: a sound checkpoint has none. Other properties are in the s
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 from collections import Counter
@@ -28,7 +29,7 @@ from annie_quant.checkpoint.checks.source import source_differences
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import is_linear, label_of
 from annie_quant.checkpoint.remote import OpenedFolder
-from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.checkpoint.shards import ModelFolder, ShardError, read_object
 from annie_quant.checkpoint.size import folder_size
 from annie_quant.checkpoint.template_lint import start_lint
 from annie_quant.core.errors import UsageError
@@ -105,7 +106,14 @@ def check_all(
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
     rows = [row for row, _ in inspected]
-    findings = [*contents.check_contents(model), *(f for _, faults in inspected for f in faults)]
+    # Both checks need tokenizer.json, and a large one takes a second to parse.
+    read_json = functools.cache(read_object)
+    findings = list(contents.check_contents(model, read_json))
+    prompt_faults = []
+    if original is not None:
+        prompt_faults = prompt_files.differences(folder.path, original.path, read_json)
+    read_json.cache_clear()
+    findings += [fault for _, faults in inspected for fault in faults]
     for check in (
         tensors.check_fused,
         completeness.check_experts,
@@ -122,7 +130,7 @@ def check_all(
             row.rel_l2 = differences.rel_l2.get(row.name)
             row.tuned = row.name in differences.tuned
         findings += differences.findings
-        findings += prompt_files.differences(folder.path, original.path)
+        findings += prompt_faults
     return findings, rows
 
 

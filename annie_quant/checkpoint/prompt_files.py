@@ -8,6 +8,7 @@ answers other prompts than the source.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from annie_quant.checkpoint import shards
@@ -69,18 +70,22 @@ CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonOb
 }
 
 
-def differences(folder: Path, source: Path) -> list[Finding]:
+def differences(
+    folder: Path, source: Path, read_json: shards.JsonReader = shards.read_object
+) -> list[Finding]:
     """Return how the files that make prompts differ in content from the source's.
 
     Nothing where the folder has no tokenizer.
 
     A folder without a tokenizer is served with another folder's files; a server refuses it alone.
+
+    read_json: reads tokenizer.json.
     """
     if not has_tokenizer(folder):
         return []
     findings: list[Finding] = []
     for file, compare in (
-        (shards.TOKENIZER, _tokenizer),
+        (shards.TOKENIZER, partial(_tokenizer, read_json)),
         (shards.TEMPLATE, _template),
         (shards.GENERATION, _generation),
     ):
@@ -123,9 +128,9 @@ def _digest(path: Path) -> str:
 # ---- the tokenizer
 
 
-def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
-    own = shards.read_object(folder / shards.TOKENIZER)
-    expected = shards.read_object(source / shards.TOKENIZER)
+def _tokenizer(read_json: shards.JsonReader, folder: Path, source: Path) -> Iterator[Finding]:
+    own = read_json(folder / shards.TOKENIZER)
+    expected = read_json(source / shards.TOKENIZER)
     if own is None or expected is None:
         return
     flags = added_tokens(own)

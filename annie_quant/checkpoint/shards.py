@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +58,8 @@ COMPANIONS = tuple(dict.fromkeys((*PROMPT_FILES, *CLASS_FILES, *VOCABULARY_FILES
 QUANTIZATION_NAMES = ("quantization_config", "compression_config")  # of config.json
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
+# Returns the JSON object of a file, None where it is missing: read_object, or one that keeps what it read.
+JsonReader = Callable[[Path], JsonObject | None]
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 

@@ -136,6 +136,20 @@ def test_a_change_without_an_effect_is_not_a_fault(sound, tmp_path, name):
     assert audit(changed(sound, tmp_path / "x", HARMLESS[name]), source=sound[1]).findings == []
 
 
+def test_an_audit_parses_each_tokenizer_once(sound, monkeypatch):
+    parsed = []
+    loads = json.loads
+
+    def counting_loads(text, *arguments, **options):
+        parsed.append(len(text))
+        return loads(text, *arguments, **options)
+
+    monkeypatch.setattr(json, "loads", counting_loads)
+    assert audit(sound[0], source=sound[1]).ok
+    sizes = [(folder / "tokenizer.json").stat().st_size for folder in sound]
+    assert [size for size in parsed if size in sizes] == sizes
+
+
 def test_without_a_source_nothing_is_compared(sound, tmp_path):
     assert audit(changed(sound, tmp_path / "x", FAULTS["temperature 5"][0])).ok
 

@@ -23,6 +23,7 @@ from annie_quant.checkpoint.shards import (
     GENERATION,
     TEMPLATE,
     TOKENIZER,
+    JsonReader,
     ModelFolder,
     read_object,
     text_settings,
@@ -45,8 +46,13 @@ TOKEN_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 NOT_REFUSED = {"file_unread"}  # no loader reads such a file; a command names it as left out
 
 
-def check_contents(model: QuantizedFolder) -> Iterator[Finding]:
-    """Check the tensors' names and types, the files, the token ids and the head."""
+def check_contents(
+    model: QuantizedFolder, read_json: JsonReader = read_object
+) -> Iterator[Finding]:
+    """Check the tensors' names and types, the files, the token ids and the head.
+
+    read_json: reads the files with token ids.
+    """
     folder = model.folder
     for name in model.unowned:
         yield from check_tensor(folder, name)
@@ -55,7 +61,7 @@ def check_contents(model: QuantizedFolder) -> Iterator[Finding]:
         if other_formats.separate_file(file) is None:
             yield fault("file_unread", file, reason)
     yield from check_unread_settings(folder)
-    yield from check_tokens(folder)
+    yield from check_tokens(folder, read_json)
     yield from check_head(model)
 
 
@@ -137,8 +143,8 @@ def check_repeated(model: QuantizedFolder) -> Iterator[Finding]:
 # ---- token ids
 
 
-def check_tokens(folder: ModelFolder) -> Iterator[Finding]:
-    """Check that every token id has a row in the embedding."""
+def check_tokens(folder: ModelFolder, read_json: JsonReader) -> Iterator[Finding]:
+    """Check that every token id has a row in the embedding. read_json: reads the files."""
     rows = embedding_rows(folder)
     if rows is None:
         return
@@ -155,7 +161,7 @@ def check_tokens(folder: ModelFolder) -> Iterator[Finding]:
         ("config.json", _special_ids),
     ):
         try:
-            content = read_object(folder.path / file)
+            content = read_json(folder.path / file)
             ids = read(text_settings(content)) if content else {}
             token, largest = max(ids.items(), key=lambda pair: pair[1], default=("", -1))
         except ShardError as error:

@@ -9,17 +9,14 @@
 Tokens per step depend on weights and prompts alone (offline/draft_prediction.py), seconds per step
 on the machine, the server and the formats. A draft reads the whole output layer, so that layer's
 format decides more than the head's. Where n = 0 is fastest, drafts are better off. A server on a
-processor has no prediction, but two measured numbers of drafts give its constants (fit).
+processor has no prediction (tests/perf/drafts.py fits its steps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.decode_speed import TokenBytes, token_bytes
@@ -32,13 +29,8 @@ from annie_quant.documents.drafts import DRAFTS_FILE, DraftPrediction, TunedHead
 from annie_quant.documents.reading import convert
 
 DRAFT_LAYERS = 2  # whose launches a draft costs: the head's layer, and its output layer with the choice of a token
-
-
-class StepTimes(Protocol):
-    """Seconds of a server's steps."""
-
-    def seconds(self, drafts: int) -> float:
-        """Return the seconds of a step with so many drafts."""
+# Returns the seconds of a server's step with a number of drafts.
+StepSeconds = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class DraftCosts:
     output: float
 
     def seconds(self, drafts: int) -> float:
-        """Return the seconds of a step with so many drafts."""
+        """Return the seconds of a step with a number of drafts."""
         passed = 1 - (1 - self.active) ** (drafts + 1)
         further = self.experts * (passed - self.active)
         verify_s = 1 / decode_speed.tok_s(self.read, self.device)
@@ -69,26 +61,6 @@ class DraftCosts:
         """Seconds of one draft."""
         read_s = (self.layer + self.output) / self.device.read_bytes_s
         return read_s + DRAFT_LAYERS * self.device.layer_s
-
-
-@dataclass(frozen=True)
-class FittedSteps:
-    """Steps of a server that was measured. plain_s: without drafts. first_s, draft_s: with drafts, T(n) = first_s + n * draft_s."""
-
-    plain_s: float
-    first_s: float
-    draft_s: float
-
-    def seconds(self, drafts: int) -> float:
-        """Return the seconds of a step with so many drafts."""
-        return self.first_s + drafts * self.draft_s if drafts else self.plain_s
-
-
-def fit(seconds: Mapping[int, float]) -> FittedSteps:
-    """Return the steps of a measured server. seconds: drafts → seconds per step, for 0 and two further numbers at least."""
-    counts = [n for n in seconds if n]
-    slope, first = np.polyfit(counts, [seconds[n] for n in counts], 1)
-    return FittedSteps(seconds[0], float(first), float(slope))
 
 
 def costs_of(folder: ModelFolder, device: Device | None = None) -> DraftCosts:
@@ -113,37 +85,24 @@ def costs_of(folder: ModelFolder, device: Device | None = None) -> DraftCosts:
     return DraftCosts(device, token_bytes(folder), routed, share, layer, output)
 
 
-@dataclass(frozen=True)
-class DraftSpeed:
-    """Tokens per second by drafts per step, from 0 on."""
-
-    tok_s: tuple[float, ...]
-
-    @property
-    def best(self) -> int:
-        """The number of drafts per step that is fastest."""
-        return max(range(len(self.tok_s)), key=lambda n: self.tok_s[n])
+def speeds_of(prediction: DraftPrediction, seconds: StepSeconds) -> list[float]:
+    """Return the predicted tokens per second for one kind of prompt, by drafts per step from 0 on."""
+    speeds = [1 / seconds(0)]
+    for steps in prediction.by_drafts:
+        speeds.append(steps.tokens_per_step.value / seconds(steps.drafts))
+    return speeds
 
 
-def speed_of(prediction: DraftPrediction, times: StepTimes) -> DraftSpeed:
-    """Return the predicted speed for one kind of prompt."""
-    with_drafts = (
-        steps.tokens_per_step.value / times.seconds(steps.drafts) for steps in prediction.by_drafts
-    )
-    return DraftSpeed((1 / times.seconds(0), *with_drafts))
-
-
-def describe(kind: str, prediction: DraftPrediction, times: StepTimes | None) -> str:
-    """Return the prediction for one kind of prompt as one line. times: None where no speed is known."""
-    if times is None:
+def describe(kind: str, prediction: DraftPrediction, seconds: StepSeconds | None) -> str:
+    """Return the prediction for one kind of prompt as one line. seconds: None where no speed is known."""
+    if seconds is None:
         return f"drafts, {kind}: {_accepted(prediction, 3)}"
-    speed = speed_of(prediction, times)
-    best = speed.best
+    speeds = speeds_of(prediction, seconds)
+    best = speeds.index(max(speeds))
     if best == 0:
-        rates = f"{_rate(speed.tok_s[0])} tok/s without, {_rate(speed.tok_s[1])} with one"
-        off = f"drafts, {kind}: off: {rates}"
-        return f"{off} ({_accepted(prediction, 1)})"
-    rates = f"{_rate(speed.tok_s[best])} tok/s against {_rate(speed.tok_s[0])} without"
+        rates = f"{_rate(speeds[0])} tok/s without, {_rate(speeds[1])} with one"
+        return f"drafts, {kind}: off: {rates} ({_accepted(prediction, 1)})"
+    rates = f"{_rate(speeds[best])} tok/s against {_rate(speeds[0])} without"
     return f"drafts, {kind}: {best} per step, about {rates}: {_accepted(prediction, best)}"
 
 
@@ -170,22 +129,22 @@ def describe_folder(folder: ModelFolder, device: Device | None = None) -> list[s
     tuned = read_tuned_head(folder)
     if tuned is None:
         return []
-    return describe_kinds(tuned.after, costs_of(folder, device))
+    return describe_kinds(tuned.after, costs_of(folder, device).seconds)
 
 
 def describe_evaluation(folder: Path, evaluation: Evaluation) -> list[str]:
     """Return the predictions of the first numerics as lines; [] without a head."""
     drafts = next((side.drafts for side in evaluation.numerics.values() if side.drafts), {})
     try:
-        costs = costs_of(ModelFolder(folder)) if drafts else None
+        seconds = costs_of(ModelFolder(folder)).seconds if drafts else None
     except ShardError:
-        costs = None
-    return describe_kinds(drafts, costs)
+        seconds = None
+    return describe_kinds(drafts, seconds)
 
 
 def describe_kinds(
-    predictions: Mapping[str, DraftPrediction], times: StepTimes | None
+    predictions: Mapping[str, DraftPrediction], seconds: StepSeconds | None
 ) -> list[str]:
     """Return one line per kind of prompt, "all" first."""
     kinds = sorted(predictions, key=lambda kind: (kind != "all", kind))
-    return [describe(kind, predictions[kind], times) for kind in kinds]
+    return [describe(kind, predictions[kind], seconds) for kind in kinds]

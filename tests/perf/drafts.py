@@ -13,13 +13,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import msgspec
+import numpy as np
 import torch
 from paths import TINY_ANNIE
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,7 @@ import annie_quant as aq
 from annie_quant import judge, offline
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.draft_heads import head_tensors
-from annie_quant.checkpoint.draft_speed import fit, speed_of
+from annie_quant.checkpoint.draft_speed import StepSeconds, speeds_of
 from annie_quant.documents.drafts import DraftPrediction
 from annie_quant.offline.decoding import generate
 from annie_quant.offline.draft_prediction import predict_drafts
@@ -169,6 +170,14 @@ def step_seconds(answers: Sequence[DraftedSteps], drafts: int) -> float:
     return sorted(each)[len(each) // 10]
 
 
+def fit(seconds: Mapping[int, float]) -> StepSeconds:
+    """Return the steps of a measured server, T(n) = first + n * draft. seconds: of steps, by their number of drafts."""
+    counts = [n for n in seconds if n]
+    draft_s, first_s = np.polyfit(counts, [seconds[n] for n in counts], 1)
+    print(f"constants: {seconds[0]:.3g} s without, {first_s:.3g} s and {draft_s:.3g} s per draft")
+    return lambda drafts: first_s + drafts * draft_s if drafts else seconds[0]
+
+
 def compare(folder: Path, prompts: Prompts) -> None:
     """Print predicted and served acceptance and speed per workload, and how many answers drafts change."""
     answers = serve(folder, prompts)
@@ -179,10 +188,9 @@ def compare(folder: Path, prompts: Prompts) -> None:
     groups["all"] = list(range(len(prompts)))
     # The constants of the machine and server come from one workload and two numbers of drafts.
     fitted = [i for i in groups["conversational"]]
-    times = fit({n: step_seconds([answers[n][i] for i in fitted], n) for n in (0, 1, 3)})
-    print(f"constants: {times}")
+    seconds = fit({n: step_seconds([answers[n][i] for i in fitted], n) for n in (0, 1, 3)})
     for name, indices in groups.items():
-        speed = speed_of(prediction[name], times)
+        speeds = speeds_of(prediction[name], seconds)
         best = max(DRAFTS, key=lambda n: served_speed([answers[n][i] for i in indices], n))
         for drafts in DRAFTS[1:]:
             own = [answers[drafts][i] for i in indices]
@@ -194,11 +202,13 @@ def compare(folder: Path, prompts: Prompts) -> None:
             print(
                 f"| {name} | {drafts} | {sum(counts.offered)} | {expected} | {shares} | "
                 f"{steps.tokens_per_step.value:.2f} | {tokens_per_step(own):.2f} | "
-                f"{speed.tok_s[drafts]:.0f} | {rate:.0f} |",
+                f"{speeds[drafts]:.0f} | {rate:.0f} |",
                 flush=True,
             )
         plain = served_speed([answers[0][i] for i in indices], 0)
-        print(f"{name}: {plain:.0f} tok/s without; best n predicted {speed.best}, served {best}")
+        print(
+            f"{name}: {plain:.0f} tok/s without; best n predicted {speeds.index(max(speeds))}, served {best}"
+        )
     for drafts in DRAFTS[1:]:
         pairs = zip(answers[0], answers[drafts], strict=True)
         equal = sum(a.tokens == b.tokens for a, b in pairs)

@@ -118,10 +118,7 @@ class ChatTemplate:
         except _Refused as error:
             raise ConversationRefused(self._where, str(error)) from None
         except ValueError as error:
-            raise CheckpointError(
-                f"{self._where}: its chat template {error}",
-                "restore chat_template.jinja from the source checkpoint",
-            ) from None
+            raise self._unusable(error) from None
 
     def render_all(self, conversations: Sequence[Mapping[str, object]]) -> list[Rendered]:
         """Render several conversations in one call, as they are: arguments are not decoded.
@@ -135,11 +132,12 @@ class ChatTemplate:
         try:
             replies = worker.render_all([special | dict(fields) for fields in conversations])
         except ValueError as error:
-            raise CheckpointError(
-                f"{self._where}: its chat template {error}",
-                "restore chat_template.jinja from the source checkpoint",
-            ) from None
+            raise self._unusable(error) from None
         return [Rendered(**reply) for reply in replies]
+
+    def _unusable(self, error: ValueError) -> CheckpointError:
+        hint = "restore chat_template.jinja from the source checkpoint"
+        return CheckpointError(f"{self._where}: its chat template {error}", hint)
 
     def _special_tokens(self) -> dict[str, object]:
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
@@ -182,7 +180,8 @@ def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call.get("function") or call)
-        if isinstance(text := function.get("arguments"), str):
+        text = function.get("arguments")
+        if isinstance(text, str):
             try:
                 function["arguments"] = json.loads(text or "{}")
             except (ValueError, RecursionError):
@@ -207,7 +206,9 @@ def _worker_of(source: str, max_seconds: float | None = None) -> _Worker:
     key = (os.getpid(), source, seconds, MAX_MEMORY_BYTES)
     with _choosing:
         worker = _workers.pop(key, None)
-        _workers[key] = worker = worker if worker and worker.alive else _Worker(source, seconds)
+        if worker is None or not worker.alive:
+            worker = _Worker(source, seconds)
+        _workers[key] = worker
         while len(_workers) > MAX_WORKERS:
             del _workers[next(iter(_workers))]
     return worker

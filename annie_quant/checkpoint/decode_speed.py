@@ -54,9 +54,8 @@ DEVICES = {
     ),
 }
 MEASURE = "annie-quant doctor --measure"
-MIN_HEALTHY_SHARE = (
-    0.5  # of the read rate; faults that were reported are at 0.3 (products) and 0.67 (steps)
-)
+# Of the read rate; faults that were reported are at 0.3 (products) and 0.67 (steps).
+MIN_HEALTHY_SHARE = 0.5
 MIN_GB10_CLOCK_MHZ = 1200  # under load; 2,160 to 2,400 are usual, and 850 to 890 were reported
 
 

@@ -260,15 +260,12 @@ def with_interval(ms: float, server: str, device: Device, prompt: Prompt) -> Pre
 
 
 def predict_folder(
-    folder: ModelFolder,
-    server: str = "vllm",
-    device: Device | None = None,
-    prompt: Prompt = Prompt(),
+    folder: ModelFolder, device: Device | None = None, prompt: Prompt = Prompt()
 ) -> PredictedFirstToken | None:
-    """Return the prediction for a model folder; None where no rate is known or it is damaged."""
+    """Return the prediction for a model folder in vLLM; None where no rate is known or it is damaged."""
     device = device or decode_speed.default_device()
     try:
-        return predict(work_of(folder, server), server, device, prompt.within(folder))
+        return predict(work_of(folder), "vllm", device, prompt.within(folder))
     except (NoRate, ShardError):
         return None
 

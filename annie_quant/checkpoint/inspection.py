@@ -206,6 +206,5 @@ def changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
         for n in folder
         if models.layer_of(n) and is_linear(n, folder.info(n).shape) and n not in quantized
     }
-    return len(plain & {f.tensor for f in result.findings if f.code == "differs_from_source"}), len(
-        plain
-    )
+    changed = {f.tensor for f in result.findings if f.code == "differs_from_source"}
+    return len(plain & changed), len(plain)

@@ -12,6 +12,7 @@ KNOWN_MODEL = "Qwen3.5-9B"  # stands for a model that is not known
 MIN_LINEAR_WEIGHTS = 1e9  # the smallest model that was measured has 1.4 billion
 BASE_KERNEL = "q4"
 BASE_SERVER = "llama.cpp"
+PROMPT_TOKENS = 2048
 # Server → kernels of NVFP4 there and their names.
 NVFP4_KERNELS = {
     "vllm": {"w4a4": "W4A4", "w4a16": "W4A16"},
@@ -38,9 +39,7 @@ class KernelRatios:
         return max(self.ratios.values()) * (1 + self.error_90) / (1 - self.error_90)
 
 
-def kernel_ratios(
-    server: str, work: PromptWork | None = None, name: str = "", tokens: int = 2048
-) -> KernelRatios:
+def kernel_ratios(server: str, work: PromptWork | None = None, name: str = "") -> KernelRatios:
     """Return the ratios of a checkpoint in a server; of all NVFP4 formats of KNOWN_MODEL where it has none.
 
     work: of the checkpoint in that server.  name: the checkpoint's.
@@ -48,24 +47,24 @@ def kernel_ratios(
     is_measured = work is not None and _weights(work.linears) >= MIN_LINEAR_WEIGHTS
     if work is not None and is_measured:
         try:
-            ratio = _ms(_in_one_kernel(work, BASE_KERNEL), BASE_SERVER, tokens)
-            ratio /= _ms(work, server, tokens)
+            ratio = _ms(_in_one_kernel(work, BASE_KERNEL), BASE_SERVER)
+            ratio /= _ms(work, server)
             shares = {first_token.shares_of(work): ratio}
-            return KernelRatios(name, tokens, shares, prefill().error_90)
+            return KernelRatios(name, PROMPT_TOKENS, shares, prefill().error_90)
         except NoRate:
             pass  # a format, or experts, without a rate
     known = _known_work()
-    base_ms = _ms(_in_one_kernel(known, BASE_KERNEL), BASE_SERVER, tokens)
+    base_ms = _ms(_in_one_kernel(known, BASE_KERNEL), BASE_SERVER)
     ratios = {}
     for kernel, title in NVFP4_KERNELS.get(server, NVFP4_KERNELS["vllm"]).items():
         place = server if server in NVFP4_KERNELS else "vllm"
-        ratios[title] = base_ms / _ms(_in_one_kernel(known, kernel), place, tokens)
-    return KernelRatios(KNOWN_MODEL, tokens, ratios, prefill().error_90)
+        ratios[title] = base_ms / _ms(_in_one_kernel(known, kernel), place)
+    return KernelRatios(KNOWN_MODEL, PROMPT_TOKENS, ratios, prefill().error_90)
 
 
-def _ms(work: PromptWork, server: str, tokens: int) -> float:
+def _ms(work: PromptWork, server: str) -> float:
     device = decode_speed.DEVICES["gb10"]
-    return first_token.predict(work, server, device, Prompt(tokens)).ms
+    return first_token.predict(work, server, device, Prompt(PROMPT_TOKENS)).ms
 
 
 def _known_work() -> PromptWork:

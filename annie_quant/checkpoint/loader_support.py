@@ -101,10 +101,10 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
     """
     row_parallel = model.folder.family.row_parallel
     columns = [c for name, c in nvfp4_columns(model).items() if name.endswith(row_parallel)]
-    return max(
-        (n for n in (1, 2, 4, 8) if all(c % (n * COLUMNS_PER_RANK) == 0 for c in columns)),
-        default=1,
-    )
+    for ranks in (8, 4, 2):
+        if not any(c % (ranks * COLUMNS_PER_RANK) for c in columns):
+            return ranks
+    return 1
 
 
 def fits_modelopt_option(method: str, algorithm: str) -> bool:

@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 HUB_SCHEME = "hf:"
 WEB_SCHEMES = ("http://", "https://")
-FIRST_BYTES = (
-    100_000  # the headers of most shards are shorter, as huggingface_hub's authors counted
-)
+# The headers of most shards are shorter, as huggingface_hub's authors counted.
+FIRST_BYTES = 100_000
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
 MAX_SMALL_BYTES = 4_000_000  # of a file that no check needs; the vocabulary and the index are read
 MAX_FILES = 10_000

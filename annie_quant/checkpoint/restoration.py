@@ -48,7 +48,8 @@ def with_lost_settings(
     config = dict(config)
     text = config
     if isinstance(config.get("text_config"), dict):
-        text = config["text_config"] = dict(config["text_config"])
+        text = dict(config["text_config"])
+        config["text_config"] = text
     lost = [("mtp_num_hidden_layers", source.text_config, text)]
     if multimodal:
         lost.append(("vision_config", source.config, config))

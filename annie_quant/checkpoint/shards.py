@@ -27,9 +27,8 @@ from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_JSON_BYTES = (
-    100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
-)
+# Of an index or a config; the index of a model of 400 B parameters has about 10 MB.
+MAX_JSON_BYTES = 100_000_000
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
 # The small files of a model folder in addition to config.json: those that make prompts and end
@@ -107,7 +106,8 @@ class ModelFolder:
 
     def _read(self, file: str, weight_map: Mapping[str, str]) -> None:
         """Read one shard. weight_map: of the index; empty without one."""
-        self.shards[file] = shard = Shard(self._checked(file))
+        shard = Shard(self._checked(file))
+        self.shards[file] = shard
         for name, info in shard.tensors.items():
             if weight_map and weight_map.get(name) != file:
                 self.unlisted.append((name, file))
@@ -172,7 +172,8 @@ class ModelFolder:
             shape = (rows // len(linears), columns)
             size = info.size_bytes // (count * len(linears))
             offset = info.offset
-            parts = merged[name.removesuffix(".weight")] = {}
+            parts: dict[str, TensorInfo] = {}
+            merged[name.removesuffix(".weight")] = parts
             for number in range(count):
                 for linear in linears:
                     single = f"{layer}.{experts.module}.{number}.{linear}.weight"
@@ -209,10 +210,11 @@ class ModelFolder:
     def find(self, name: str) -> str | None:
         """Return this folder's name of a tensor, or None. name: in any form of the model."""
         names = models.aliases(name)
-        parts = self.expert_parts
-        return next(
-            (n for n in names if n in self.tensors), next((n for n in names if n in parts), None)
-        )
+        for known in (self.tensors, self.expert_parts):
+            for alias in names:
+                if alias in known:
+                    return alias
+        return None
 
     def tensor(self, name: str) -> np.ndarray:
         """Return one tensor as a read-only array in its own dtype (bfloat16 and float8 from ml_dtypes)."""
@@ -367,7 +369,8 @@ class ModelFolder:
             nothing = "it holds no .safetensors file", "give a checkpoint saved as safetensors"
             content, hint = other_formats.describe_folder(self.path) or nothing
             raise ShardError("no_weights", f"{self.path}: {content}", hint)
-        numbered = {file: match for file in files if (match := _PART.search(file))}
+        matches = {file: _PART.search(file) for file in files}
+        numbered = {file: match for file, match in matches.items() if match}
         if not numbered:
             return files
         total = int(next(iter(numbered.values()))[2])
@@ -413,9 +416,8 @@ def read_object(path: Path) -> JsonObject | None:
     header.refuse_lfs_pointer(raw, path)
     try:
         value = json.loads(raw)
-        if (
-            b"\\ud" in raw.lower()
-        ):  # half of a surrogate pair is not text: it could be stored nowhere
+        # Half of a surrogate pair is not text: it could be stored nowhere.
+        if b"\\ud" in raw.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         message = f"{path.name}: not JSON ({str(error)[:80]})"
@@ -463,9 +465,8 @@ def inside(folder: Path, path: Path) -> Path:
 # Versions up to 0.2 hashed these and the weights only.
 FIRST_HASHED_FILES = ("config.json", *PROMPT_FILES)
 HASHED_FILES = (*FIRST_HASHED_FILES, *VOCABULARY_FILES, "hf_quant_config.json")
-DIRECT_BYTES = (
-    256 << 20
-)  # the content of larger files is hashed in parallel, and enters the model's hash by its own
+# The content of larger files is hashed in parallel, and enters the model's hash by its own.
+DIRECT_BYTES = 256 << 20
 
 
 def model_sha256(folder: str | os.PathLike, names: Sequence[str] = HASHED_FILES) -> str:

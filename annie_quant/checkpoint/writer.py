@@ -292,12 +292,15 @@ def check_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> No
     """Raise UsageError where writing `output` would replace a file or folder that is read."""
     target = output.resolve()
     for path in inputs:
-        if path is not None and target in (source := Path(path).resolve(), *source.parents):
-            reason = (
-                "is the checkpoint itself"
-                if target == source
-                else f"contains {source.name}, which is read"
-            )
+        if path is None:
+            continue
+        source = Path(path).resolve()
+        reason = None
+        if target == source:
+            reason = "is the checkpoint itself"
+        elif target in source.parents:
+            reason = f"contains {source.name}, which is read"
+        if reason:
             raise UsageError(f"{output} {reason}", "choose another --output")
 
 

@@ -35,15 +35,12 @@ ROW_TOLERANCE = 0.025
 COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows
 PLAIN_STEP = 2.0**-8  # relative rounding of a weight in 16 bits that was multiplied by a scale
 FP8_STEP = 2.0**-4  # half a step of E4M3, relative
-SUBNORMAL_SCALE = (
-    2.0**-6
-)  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
-MAX_CERTAIN_ROUNDING = (
-    0.4  # columns whose rounding explains less than this show how factors depend on scales
-)
-MIN_LOG_SCALE_SPREAD = (
-    0.05  # standard deviation of log(scale) from which that dependence can be measured
-)
+# Of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it.
+SUBNORMAL_SCALE = 2.0**-6
+# Columns whose rounding explains less than this show how factors depend on scales.
+MAX_CERTAIN_ROUNDING = 0.4
+# Standard deviation of log(scale) from which that dependence can be measured.
+MIN_LOG_SCALE_SPREAD = 0.05
 # Slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
 MAX_DEPENDENCE = 0.25
 
@@ -292,10 +289,8 @@ class LayerCheck:
         with np.errstate(divide="ignore", invalid="ignore"):
             scales = np.where(ours == theirs, 1.0, theirs / ours)
             slack = PLAIN_STEP * stored / np.abs(ours)
-        scales, slack = (
-            np.nan_to_num(scales, posinf=1e30, neginf=-1e30),
-            np.nan_to_num(slack, posinf=1e30),
-        )
+        scales = np.nan_to_num(scales, posinf=1e30, neginf=-1e30)
+        slack = np.nan_to_num(slack, posinf=1e30)
         shape = self.source_shape(reader)
         if shape is None or not shape[1] or shape[1] % len(scales):
             return None

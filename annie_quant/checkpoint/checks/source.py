@@ -54,20 +54,16 @@ def source_differences(
     folder = model.folder
     result = SourceDifferences()
     for linear in model.linears.values():
-        has_nan = (
-            "block_scale_nan",
-            linear.block_scale or "",
-        ) in known  # a finding already: check the rest
+        # NaN is a finding already: the rest is compared.
+        has_nan = ("block_scale_nan", linear.block_scale or "") in known
         try:
             distance, is_fold = compare_linear(folder, linear, source, has_nan)
         except ValuesUnread:
             continue
         except ShardError as error:
             finding = finding_of(error, linear.name)
-            if (finding.code, finding.tensor) not in {
-                *known,
-                *((f.code, f.tensor) for f in result.findings),
-            }:
+            earlier = {(f.code, f.tensor) for f in result.findings}
+            if (finding.code, finding.tensor) not in earlier.union(known):
                 result.findings.append(finding)
             continue
         result.rel_l2[linear.name] = distance

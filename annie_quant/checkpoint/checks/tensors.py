@@ -170,9 +170,8 @@ def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
         scale_min=int(magnitude.min(initial=nvfp4.E4M3_NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )
-    step = max(
-        1, CODES_PIECE_BYTES // max(1, codes[:1].nbytes)
-    )  # so that temporary arrays stay small
+    # Temporary arrays stay small.
+    step = max(1, CODES_PIECE_BYTES // max(1, codes[:1].nbytes))
     for start in range(0, len(codes), step):
         filled = filled_blocks(codes[start : start + step], group)
         piece = magnitude[start : start + step]

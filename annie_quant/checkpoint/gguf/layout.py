@@ -208,7 +208,8 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
                 )
             numbers.add(int(number))
         experts = folder.family.experts
-        if experts and name.endswith(".weight") and (expert := experts.split(name)):
+        expert = experts.split(name) if experts and name.endswith(".weight") else None
+        if experts and expert:
             inside = f"{experts.module}.{expert[2]}"
         fields, needed = expected.get(inside or short, ("", shape))
         if len(shape) != len(needed) or any(
@@ -329,13 +330,15 @@ class Layout:
         first = 0
         top = self.names.top
         if short.startswith(self.family.mtp):  # its layers follow the decoder's
-            short, first = short.removeprefix(self.family.mtp), self.layers
+            short = short.removeprefix(self.family.mtp)
+            first = self.layers
             top = {k: f"blk.{self.layers}.{v}" for k, v in self.names.mtp.items()}
         if short in top:
             return top[short]
         inside = models.in_layer(short)
         experts = self.family.experts
-        if experts and (expert := experts.split(short)):
+        expert = experts.split(short) if experts else None
+        if experts and expert:
             inside = f"{experts.module}.{expert[2]}.weight"
         if short.startswith("layers.") and inside in self.names.layer:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"

@@ -422,9 +422,8 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
         writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
-    default_theta = (
-        1_000_000.0 if plan.layout.names.window_pattern else 10_000.0
-    )  # transformers' defaults
+    # transformers' defaults
+    default_theta = 1_000_000.0 if plan.layout.names.window_pattern else 10_000.0
     writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or default_theta)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)

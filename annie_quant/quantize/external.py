@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100  # of transformers' loss
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 MAX_NOTED = 3
+RECIPE_HINT = "another recipe (--set recipe=rtn), or --strategy gptq"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,14 @@ def load_source(model: Path) -> Any:
     with one_line_errors(model):
         loaded = auto_class.from_pretrained(model, dtype="auto", trust_remote_code=False)
     return loaded.eval().to(device_kind())
+
+
+def load_tokenizer(model: Path) -> Any:
+    """Return transformers' tokenizer of a folder."""
+    import transformers
+
+    auto_class: Any = transformers.AutoTokenizer
+    return auto_class.from_pretrained(model, trust_remote_code=False)
 
 
 def unquantized_modules(job: Job[Any]) -> list[str]:

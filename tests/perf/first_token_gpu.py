@@ -141,8 +141,7 @@ def start(name: str, folder: Path, port: int, out: Path, gigabytes: float) -> su
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(HERE), str(out / plugins), environment.get("PYTHONPATH", "")]
     )
-    served = folder
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(served), *options]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options]
     log = (out / f"log.{name.replace(':', '-')}.txt").open("w")
     return subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -174,8 +173,6 @@ def shape_folder(out: Path, quantized: bool) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tiny / name).exists():
             (folder / name).write_bytes((tiny / name).read_bytes())
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(document))
     return folder
 
 

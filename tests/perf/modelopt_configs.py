@@ -59,11 +59,7 @@ def calibration_batches(model: Path, config: str, data: Path, samples: int, work
     import torch
 
     from annie_quant.quantize import external
-    from annie_quant.quantize.calibration_text import (
-        longest_per_row,
-        read_answers,
-        read_whole_conversations,
-    )
+    from annie_quant.quantize.calibration_text import read_answers, read_whole_conversations
     from annie_quant.quantize.strategies import modelopt
     from annie_quant.quantize.strategy import Job
 
@@ -71,7 +67,7 @@ def calibration_batches(model: Path, config: str, data: Path, samples: int, work
     found = modelopt.find_configuration(config, model_type)
     job = Job(model, work, data, samples, answers="given", work=work)
     read = read_whole_conversations if found.is_max_only else read_answers
-    rows = list(longest_per_row(read(job, SILENT).samples).values())
+    rows = external.rows_of(read(job, SILENT))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return found, external.text_batches(rows, device, seed=0)
 

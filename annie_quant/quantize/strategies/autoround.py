@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.external import (
+    RECIPE_HINT,
     Library,
     load_source,
+    load_tokenizer,
     move_checkpoint,
     quantize_by,
     rows_of,
@@ -69,13 +71,11 @@ def plan_autoround(job: Job[AutoRoundOptions], progress: Progress) -> Quantizati
 
     def write(export: Path) -> None:
         import torch
-        import transformers
 
         ids = torch.from_numpy(equal_rows(rows_of(text)))
-        tokenizer: Any = transformers.AutoTokenizer
         rounder = library.AutoRound(
             load_source(job.model),
-            tokenizer.from_pretrained(job.model, trust_remote_code=False),
+            load_tokenizer(job.model),
             scheme="NVFP4",
             # Without a mask: of a hybrid model it gives full attention the one of DeltaNet.
             dataset=[
@@ -93,8 +93,7 @@ def plan_autoround(job: Job[AutoRoundOptions], progress: Progress) -> Quantizati
         rounder.quantize_and_save(str(export), format="llm_compressor")
         flatten(export)
 
-    hint = "another recipe (--set recipe=rtn), or --strategy gptq"
-    return quantize_by(LIBRARY, recipe, job, text, progress, write, hint)
+    return quantize_by(LIBRARY, recipe, job, text, progress, write, RECIPE_HINT)
 
 
 def flatten(export: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.external import (
+    RECIPE_HINT,
     Library,
     load_source,
+    load_tokenizer,
     move_checkpoint,
     quantize_by,
     rows_of,
@@ -92,25 +94,22 @@ def plan_llmcompressor(job: Job[LlmCompressorOptions], progress: Progress) -> Qu
 
     def write(export: Path) -> None:
         import torch
-        import transformers
 
         model = load_source(job.model)
         batches = []
         for batch in text_batches(rows_of(text), device_kind(), job.seed):
             ids = torch.from_numpy(batch.ids)
             batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        tokenizer: Any = transformers.AutoTokenizer
         library.oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
             recipe=steps,
             num_calibration_samples=len(batches),
-            processor=tokenizer.from_pretrained(job.model, trust_remote_code=False),
+            processor=load_tokenizer(job.model),
         )
         model.save_pretrained(export, save_compressed=True)
 
-    hint = "another recipe (--set recipe=rtn), or --strategy gptq"
-    return quantize_by(LIBRARY, recipe, job, text, progress, write, hint)
+    return quantize_by(LIBRARY, recipe, job, text, progress, write, RECIPE_HINT)
 
 
 STRATEGY = Strategy(
